@@ -1,0 +1,274 @@
+"""One rank's whole KV cache: its values fit together, or it cannot be made. It pairs nothing and moves nothing."""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from kvcompile import handshake, overlap, topology
+from kvcompile.errors import LayoutError
+from kvcompile.layout import Buffer, Field, Group, Region, Value
+
+__all__ = ["Cache", "merge"]
+
+MAX_INTERVALS = 1 << 18
+"""Contiguous pieces in one block, summed over the distinct geometries of a cache: a bound on what validation may cost."""
+
+
+class Cache(Value, dict=True):
+    """One rank's whole cache: its regions, the groups they belong to, and the rank's place.
+
+    Parameters
+    ----------
+    regions : sequence of Region
+    groups : sequence of Group
+    buffers : sequence of Buffer, optional
+        Registered spans, disjoint; kept in order of address. Default: the regions' own spans, overlapping ones merged.
+    tp_rank, tp_size : int
+        Place in tensor parallelism; decides the heads this rank holds.
+    dcp_size, dcp_interleave, dcp_rank : int
+        Decode context parallelism; only its absence (1, 1) is built so far.
+    dp_rank, dp_size : int
+        Place in data parallelism; the balanced election spreads consumers by it.
+    instance : str
+        Drawn anew at each registration by an engine; part of `digest`, never given by hand.
+
+    Raises
+    ------
+    LayoutError
+        Two cells on one byte, bytes outside every buffer, an end at or past 2**64, an unknown group, sizes that do not
+        agree, the same (layer, field) twice, a rank outside its size, or a value of the wrong kind.
+    """
+
+    regions: tuple[Region, ...]
+    groups: tuple[Group, ...]
+    buffers: tuple[Buffer, ...] | None = None
+    tp_rank: int = 0
+    tp_size: int = 1
+    dcp_size: int = 1
+    dcp_interleave: int = 1
+    dp_rank: int = 0
+    dp_size: int = 1
+    instance: str = ""
+
+    def __post_init__(self) -> None:
+        self.sequence("regions", Region)
+        self.sequence("groups", Group)
+        self.integers(1, "tp_size", "dcp_size", "dcp_interleave", "dp_size", most=2**31 - 1)
+        self.integers(0, "tp_rank", most=self.tp_size - 1)
+        self.integers(0, "dp_rank", most=self.dp_size - 1)
+        for name in ("dcp_size", "dcp_interleave"):
+            if getattr(self, name) != 1:
+                self.refuse(name, getattr(self, name), "1: context parallelism is not built yet")
+        if not isinstance(self.instance, str) or len(self.instance) > 64:
+            self.refuse("instance", self.instance, "a string of at most 64 characters")
+        self._check_groups()
+        self._check_cells()
+        self._check_buffers()
+
+    def shard(self, field: Field) -> tuple[int, int]:
+        """Return the range of heads of a field that this rank holds."""
+        return topology.shard(field.heads, self.tp_rank, self.tp_size, field.replicated)
+
+    def span(self, region: Region) -> tuple[int, int]:
+        """Return the range of addresses from a region's first to its last payload byte."""
+        last = region.base + (region.num_blocks - 1) * region.block_stride
+        return (
+            region.base + min(field.offset for field in region.fields),
+            last + max(self._extent(field) for field in region.fields),
+        )
+
+    def buffer_of(self, address: int) -> int:
+        """Return the index of the last buffer that starts at or below an address, -1 if none does."""
+        return bisect_right(self._bases, address) - 1
+
+    def bound(self, group: int) -> int | None:
+        """Return what every block id of a group lies below, None for a group without regions."""
+        return min((r.num_blocks // r.kernel_blocks for r in self.regions if r.group == group), default=None)
+
+    @cached_property
+    def overlays(self) -> tuple[int, ...]:
+        """For each group the lowest group that it shares bytes with, directly or through others; itself if none.
+
+        Groups that overlay each other use one id space: an id belongs to one of them at a time. Exact where the
+        regions' strides per block id agree; regions of two groups with other strides whose spans overlap count as sharing.
+        """
+        return _overlays(self)
+
+    def to_bytes(self) -> bytes:
+        """Encode for the handshake: msgpack, with a version."""
+        return handshake.pack(self)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> "Cache":
+        """Decode what `to_bytes` made.
+
+        Raises
+        ------
+        HandshakeError
+            Anything wrong: truncated, extended, too long, not msgpack, another version, or an invalid cache.
+        """
+        return handshake.unpack(data, cls)
+
+    @cached_property
+    def digest(self) -> str:
+        """sha256 in hex of everything, ``instance`` included: it changes at every registration."""
+        return handshake.digest(self.to_bytes())
+
+    @cached_property
+    def shape_digest(self) -> str:
+        """sha256 in hex of all but ``instance`` and the buffers' bases: equal for ranks that differ in addresses alone."""
+        order: dict[int, int] = {}  # buffer index -> number in order of first use
+        shapes = []
+        for region in self.regions:
+            index = self.buffer_of(self.span(region)[0])
+            relative = region.base - self.buffers[index].base
+            shapes.append((order.setdefault(index, len(order)), relative % 2**64, _shape(region)))
+        unused = sorted(buffer.nbytes for index, buffer in enumerate(self.buffers) if index not in order)
+        sizes = [self.buffers[index].nbytes for index in order] + unused
+        places = (self.tp_rank, self.tp_size, self.dcp_size, self.dcp_interleave, self.dp_rank, self.dp_size)
+        return handshake.digest(handshake.pack((shapes, self.groups, sizes, places)))
+
+    @cached_property
+    def _bases(self) -> list[int]:
+        return [buffer.base for buffer in self.buffers]
+
+    def _extent(self, field: Field) -> int:
+        start, stop = self.shard(field)
+        heads = (stop - start - 1) * field.head_stride
+        return field.offset + heads + (field.tokens - 1) * field.token_stride + field.cell_nbytes
+
+    def _check_groups(self) -> None:
+        seen = set()
+        for region in self.regions:
+            if region.group >= len(self.groups):
+                region.refuse("group", region.group, f"a number below {len(self.groups)}, the groups of this cache")
+            group = self.groups[region.group]
+            if group.state and region.kernel_blocks != 1:
+                region.refuse("kernel_blocks", region.kernel_blocks, "1 in a state group")
+            for field in region.fields:
+                tokens = region.kernel_blocks * field.tokens
+                where = f"layer {region.layer!r:.80}, field {field.name!r:.80}"
+                if group.state and field.dcp_sharded:
+                    raise LayoutError(f"{where}: dcp_sharded is True, expected False in a state group")
+                if not group.state and tokens != group.block_size:
+                    raise LayoutError(
+                        f"{where}: {region.kernel_blocks} kernel block(s) of {field.tokens} tokens make {tokens} tokens, "
+                        f"expected block_size {group.block_size} of group {region.group}"
+                    )
+                if (region.layer, field.name) in seen:
+                    raise LayoutError(f"{where}: declared twice, expected once")
+                seen.add((region.layer, field.name))
+
+    def _check_cells(self) -> None:
+        checked = set()
+        budget = MAX_INTERVALS
+        for region in self.regions:
+            geometry = (region.block_stride, region.num_blocks, region.fields)
+            if geometry in checked:
+                continue
+            checked.add(geometry)
+            # Only offsets within a block may be large here; the base was bounded at 2**64 and is added below.
+            if self.span(region)[1] - region.base >= 2**63:
+                region.refuse("block_stride", region.block_stride, f"a span below 2**63 bytes for {region.num_blocks} blocks")
+            starts, sizes = [], []
+            for field in region.fields:
+                axes, nbytes = _fold(self, field)
+                budget -= int(np.prod([count for _, count in axes], dtype=object))
+                if budget < 0:
+                    region.refuse("fields", field.name, f"at most {MAX_INTERVALS} contiguous pieces in the blocks of a cache")
+                starts.append(overlap.intervals(field.offset, axes))
+                sizes.append(np.full(len(starts[-1]), nbytes, np.int64))
+            start, size = np.concatenate(starts), np.concatenate(sizes)
+            # A zero or short stride needs no sweep: a block would lie on its own successor.
+            short = region.num_blocks > 1 and bool(np.any(size > region.block_stride))
+            if short or overlap.collide(overlap.pieces(start, size, region.block_stride, region.num_blocks)):
+                raise LayoutError(
+                    f"layer {region.layer!r:.80}: two cells of its region share a byte, expected each byte in one cell: fields "
+                    f"{[field.name for field in region.fields]!r:.200}, block_stride {region.block_stride}, {region.num_blocks} blocks"
+                )
+
+    def _check_buffers(self) -> None:
+        spans = [self.span(region) for region in self.regions]
+        for region, (_, end) in zip(self.regions, spans, strict=True):
+            if end >= 2**64:
+                region.refuse("base", region.base, f"an end below 2**64, got {end}")
+        if self.buffers is None:
+            self.put("buffers", tuple(Buffer(start, end - start) for start, end in merge(spans)))
+        self.sequence("buffers", Buffer)
+        self.put("buffers", tuple(sorted(self.buffers, key=lambda buffer: buffer.base)))
+        for below, above in zip(self.buffers, self.buffers[1:]):  # noqa: B905 (neighbours)
+            if below.end > above.base:
+                self.refuse("buffers", above, f"disjoint spans, but {below} reaches into it")
+        for region, (start, end) in zip(self.regions, spans, strict=True):
+            index = self.buffer_of(start)
+            if index < 0 or end > self.buffers[index].end:
+                region.refuse("base", region.base, f"its payload [{start}, {end}) inside one buffer of the cache")
+
+
+def merge(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Merge spans that overlap into their union; touching ones stay apart. Half-open ranges of addresses, ascending."""
+    merged: list[tuple[int, int]] = []
+    for start, end in sorted(spans):
+        if merged and start < merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def _fold(cache: Cache, field: Field) -> tuple[list[tuple[int, int]], int]:
+    start, stop = cache.shard(field)
+    return overlap.fold(field.head_stride, stop - start, field.token_stride, field.tokens, field.cell_nbytes)
+
+
+def _shape(region: Region) -> tuple[Any, ...]:
+    return region.layer, region.group, region.block_stride, region.num_blocks, region.fields, region.kernel_blocks
+
+
+def _overlays(cache: Cache) -> tuple[int, ...]:
+    owner = list(range(len(cache.groups)))
+    spans = sorted((*cache.span(region), number) for number, region in enumerate(cache.regions))
+    reach, cluster = 0, []
+    for start, end, number in [*spans, (2**64, 2**64, -1)]:
+        if start >= reach:
+            _unite(cache, cluster, owner)
+            cluster = []
+        cluster.append(number)
+        reach = max(reach, end)
+    return tuple(owner)
+
+
+def _unite(cache: Cache, cluster: list[int], owner: list[int]) -> None:
+    """Unite, in ``owner``, the groups that share bytes among regions whose spans hang together."""
+    members: dict[int, list[Region]] = {}
+    for number in cluster:
+        if number >= 0:
+            members.setdefault(cache.regions[number].group, []).append(cache.regions[number])
+    origin = min((region.base for regions in members.values() for region in regions), default=0)
+    strides = {r.block_stride * r.kernel_blocks for rs in members.values() for r in rs if r.num_blocks > r.kernel_blocks}
+    places = {group: _blocks(cache, regions, origin, strides) for group, regions in members.items()} if len(members) > 1 else {}
+    groups = sorted(places)
+    for number, a in enumerate(groups):
+        for b in groups[number + 1 :]:
+            if owner[a] != owner[b] and overlap.meet(places[a], places[b]):
+                low, high = sorted((owner[a], owner[b]))
+                owner[:] = [low if group == high else group for group in owner]
+
+
+def _blocks(cache: Cache, regions: list[Region], origin: int, strides: set[int]) -> overlap.Int64:
+    """Return the pieces of regions at the strides of their block ids, relative to ``origin``."""
+    if len(strides) > 1:  # no common residue: count whole spans as taken
+        spans = [cache.span(region) for region in regions]
+        return np.array([(start - origin, end - origin, 0, 1) for start, end in spans], np.int64)
+    found = []
+    for region in regions:
+        for field in region.fields:
+            axes, nbytes = _fold(cache, field)
+            axes = [*axes, (region.block_stride, min(region.kernel_blocks, region.num_blocks))]
+            start = overlap.intervals(field.offset + region.base - origin, axes)
+            count = max(region.num_blocks // region.kernel_blocks, 1)
+            found.append(overlap.pieces(start, np.full(len(start), nbytes, np.int64), max(strides, default=0), count))
+    return np.concatenate(found)
