@@ -1,0 +1,51 @@
+# Every target sets up what it needs in .venv; the second call finds it there.  `make demo ARGS="--help"`.
+PYTHON ?= python3
+# `make test TORCH=` leaves torch out: the tests of torch tensors are then skipped and listed.
+TORCH ?= torch==2.13.0
+PIP = -m pip install -qq --disable-pip-version-check
+PY = .venv/bin/python
+PY065 = .venv-numba065/bin/python
+PYTEST = -m pytest -n 2
+
+.PHONY: demo test test-main test-numba065 bench lint clean
+
+demo: .venv/demo.stamp
+	@.venv/bin/kvcompile demo $(ARGS)
+
+# The main suite runs last, so that its closing line is the run's.
+test: lint test-numba065 test-main
+
+test-main: .venv/test.stamp
+	$(PY) $(PYTEST) $(ARGS)
+
+test-numba065: .venv-numba065/test.stamp
+	$(PY065) $(PYTEST) tests/test_kernels.py
+
+bench: .venv/demo.stamp
+	@$(PY) -m bench.bench_build $(ARGS)
+
+lint: .venv/test.stamp
+	.venv/bin/ruff check -q .
+	.venv/bin/mypy
+
+clean:
+	rm -rf .venv .venv-numba065 build *.egg-info .*_cache .hypothesis
+
+.venv/demo.stamp: pyproject.toml setup.cfg tools/system.py
+	@$(PYTHON) tools/system.py
+	@echo "setting up .venv (the first time only)"
+	@$(PYTHON) -m venv .venv
+	@$(PY) $(PIP) -e './[mooncake,cli]'
+	@touch $@
+
+.venv/test.stamp: .venv/demo.stamp
+	@echo "adding the test tools and $(or $(TORCH),no torch) to .venv (the first time only)"
+	@$(PY) $(PIP) -e './[mooncake,cli,dev]' $(TORCH)
+	@touch $@
+
+.venv-numba065/test.stamp: pyproject.toml setup.cfg
+	@echo "setting up .venv-numba065 (the first time only)"
+	@$(PYTHON) tools/system.py
+	@$(PYTHON) -m venv .venv-numba065
+	@$(PY065) $(PIP) -e './[test]' numba==0.65.0
+	@touch $@
