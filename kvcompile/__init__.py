@@ -1,18 +1,27 @@
 """A small compiler from two KV-cache layouts to the descriptors of an RDMA engine (see docs and README)."""
 
+from kvcompile.backend import warmup
 from kvcompile.cache import Cache
+from kvcompile.descriptors import Descriptors
 from kvcompile.errors import HandshakeError, KVCompileError, LayoutError, RequestError, TransferError
 from kvcompile.layout import Buffer, Field, Group, Region
+from kvcompile.plan import Plan, compile
+from kvcompile.request import Request
 
 __all__ = [
     "Buffer",
     "Cache",
+    "Descriptors",
     "Field",
     "Group",
     "HandshakeError",
     "KVCompileError",
     "LayoutError",
+    "Plan",
     "Region",
+    "Request",
     "RequestError",
     "TransferError",
+    "compile",
+    "warmup",
 ]

@@ -172,13 +172,17 @@ class Cache(Value, dict=True):
             checked.add(geometry)
             # Only offsets within a block may be large here; the base was bounded at 2**64 and is added below.
             if self.span(region)[1] - region.base >= 2**63:
-                region.refuse("block_stride", region.block_stride, f"a span below 2**63 bytes for {region.num_blocks} blocks")
+                region.refuse(
+                    "block_stride", region.block_stride, f"a span below 2**63 bytes for {region.num_blocks} blocks"
+                )
             starts, sizes = [], []
             for field in region.fields:
                 axes, nbytes = _fold(self, field)
                 budget -= int(np.prod([count for _, count in axes], dtype=object))
                 if budget < 0:
-                    region.refuse("fields", field.name, f"at most {MAX_INTERVALS} contiguous pieces in the blocks of a cache")
+                    region.refuse(
+                        "fields", field.name, f"at most {MAX_INTERVALS} contiguous pieces in the blocks of a cache"
+                    )
                 starts.append(overlap.intervals(field.offset, axes))
                 sizes.append(np.full(len(starts[-1]), nbytes, np.int64))
             start, size = np.concatenate(starts), np.concatenate(sizes)
@@ -248,8 +252,14 @@ def _unite(cache: Cache, cluster: list[int], owner: list[int]) -> None:
         if number >= 0:
             members.setdefault(cache.regions[number].group, []).append(cache.regions[number])
     origin = min((region.base for regions in members.values() for region in regions), default=0)
-    strides = {r.block_stride * r.kernel_blocks for rs in members.values() for r in rs if r.num_blocks > r.kernel_blocks}
-    places = {group: _blocks(cache, regions, origin, strides) for group, regions in members.items()} if len(members) > 1 else {}
+    strides = {
+        r.block_stride * r.kernel_blocks for rs in members.values() for r in rs if r.num_blocks > r.kernel_blocks
+    }
+    places = (
+        {group: _blocks(cache, regions, origin, strides) for group, regions in members.items()}
+        if len(members) > 1
+        else {}
+    )
     groups = sorted(places)
     for number, a in enumerate(groups):
         for b in groups[number + 1 :]:

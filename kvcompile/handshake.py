@@ -48,7 +48,9 @@ def unpack(data: bytes, kind: type[_T]) -> _T:
         if frame.tag != _TAG:
             raise HandshakeError(f"handshake: expected tag {_TAG!r}, got {frame.tag[:40]!r}")
         if frame.version != VERSION:
-            raise HandshakeError(f"handshake: this side speaks version {VERSION}, the peer's bytes are version {frame.version}")
+            raise HandshakeError(
+                f"handshake: this side speaks version {VERSION}, the peer's bytes are version {frame.version}"
+            )
         return msgspec.msgpack.decode(frame.body, type=kind)
     except HandshakeError:
         raise

@@ -191,7 +191,8 @@ class Group(Value):
     def __post_init__(self) -> None:
         self.integers(1, "block_size")
         if self.null_block is not None:
-            self.integers(-(2**63), "null_block")
+            # The extremes are left out: ids beyond 64 bits are clipped to them, and must not turn into the null id.
+            self.integers(1 - 2**63, "null_block", most=INT64_MAX - 1)
         self.flags("state")
 
 

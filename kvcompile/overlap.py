@@ -17,7 +17,9 @@ __all__ = ["collide", "fold", "intervals", "meet", "pieces"]
 Int64 = npt.NDArray[np.int64]
 
 
-def fold(head_stride: int, heads: int, token_stride: int, tokens: int, nbytes: int) -> tuple[list[tuple[int, int]], int]:
+def fold(
+    head_stride: int, heads: int, token_stride: int, tokens: int, nbytes: int
+) -> tuple[list[tuple[int, int]], int]:
     """Fold the axes of a field that are contiguous into its cell.
 
     Returns
@@ -88,7 +90,8 @@ def collide(rectangles: Int64) -> bool:
 def meet(a: Int64, b: Int64) -> bool:
     """Return whether any rectangle of ``a`` intersects any of ``b`` (int64 [n, 4] each; O(len(a) * len(b)), no copies kept)."""
     return any(
-        bool(np.any((lo < b[:, 1]) & (b[:, 0] < hi) & (first < b[:, 3]) & (b[:, 2] < last))) for lo, hi, first, last in _rows(a)
+        bool(np.any((lo < b[:, 1]) & (b[:, 0] < hi) & (first < b[:, 3]) & (b[:, 2] < last)))
+        for lo, hi, first, last in _rows(a)
     )
 
 

@@ -1,0 +1,107 @@
+"""What happens to one work item: plain typed functions, compiled by `cpu` with njit and by `cuda` for the device.
+
+They see no Python object, allocate nothing and raise nothing; everything is int64 and wraps around, so that device
+addresses with bit 63 set stay exact. They do not call each other, since each driver compiles them its own way.
+Below are also the columns of the arrays that drivers and host share.
+"""
+
+# Columns of a row: one slice.
+SRC_ORIGIN, SRC_STRIDE, DST_ORIGIN, DST_STRIDE, LENGTH, CLASS, ROW_COLUMNS = range(7)
+
+# Columns of a lane: rows [START, STOP) of the row array, how they merge, and their group pair.
+LANE_START, LANE_STOP, LANE_KIND, LANE_COLUMNS = range(4)
+APART, DENSE, CHAIN = range(3)
+
+# Columns of a class: the rows of one group pair with equal steps and phases use the same pairs of blocks.
+CLASS_PAIR, SRC_STEP, SRC_PHASE, DST_STEP, DST_PHASE, HAS_DENSE, CLASS_COLUMNS = range(7)
+
+# Columns of a group pair. Sizes are in tokens; 1 and 1 for a state pair that pairs block by block.
+SRC_GROUP, DST_GROUP, SRC_SIZE, DST_SIZE, STATE, PAIR_COLUMNS = range(6)
+
+# Columns of a side's group. OVERLAY: the lowest group that shares bytes with this one.
+BOUND, HAS_NULL, NULL, OVERLAY, GROUP_COLUMNS = range(5)
+
+# Columns of a request's status, and its codes.
+CODE, SIDE, GROUP, POSITION, OTHER, STATUS_COLUMNS = range(6)
+OK, REFUSED, UNEQUAL, SHORTER, NO_STATE, OUT_OF_BOUND, CONFLICT, TWICE = range(8)
+
+# Columns of an alignment, one a (request, group pair): index = position + shift; indices in [start, stop) take part.
+SRC_SHIFT, SRC_START, SRC_STOP, DST_SHIFT, DST_START, DST_STOP, ALIGN_COLUMNS = range(7)
+
+# Columns of a (request, class): its pairs of ids, its runs, and its periods.
+PAIRS_AT, PAIRS, RUNS_AT, RUNS, PERIOD_START, PERIOD_STOP, EXTENT_COLUMNS = range(7)
+
+
+def refuses(block, bound, has_null, null):
+    """Return whether a block id lies outside [0, bound) and is not its side's null id."""
+    return (block < 0 or block >= bound) and not (has_null != 0 and block == null)
+
+
+def align(state, src_size, dst_size, src_count, dst_count, src_first, dst_first, num_tokens):
+    """Align the two id lists of a group pair.
+
+    Parameters
+    ----------
+    state : int64
+        Not 0 for a state pair.
+    src_size, dst_size : int64
+        Tokens of a block.
+    src_count, dst_count : int64
+        Ids given.
+    src_first, dst_first : int64
+        Position of the first block given; negative: no positions.
+    num_tokens : int64
+        Tokens of the request; negative: not given. Blocks that start at or past it are taken off first.
+
+    Returns
+    -------
+    code, src_shift, src_start, src_stop, dst_shift, dst_start, dst_stop : int64
+        Index in a list = position + shift; the indices from start to stop take part.
+    """
+    src_stop, dst_stop = src_count, dst_count
+    if num_tokens >= 0:
+        src_stop = max(0, min(src_count, -(-num_tokens // src_size) - src_first))
+        dst_stop = max(0, min(dst_count, -(-num_tokens // dst_size) - dst_first))
+    if dst_stop == 0:
+        return OK, 0, 0, 0, 0, 0, 0
+    if state != 0 and src_size != dst_size:
+        if src_stop == 0:
+            return NO_STATE, 0, 0, 0, 0, 0, 0
+        return OK, src_stop - 1, src_stop - 1, src_stop, dst_stop - 1, dst_stop - 1, dst_stop
+    if src_first >= 0:
+        return OK, -src_first, 0, src_stop, -dst_first, 0, dst_stop
+    if src_size != dst_size:
+        return UNEQUAL, 0, 0, 0, 0, 0, 0
+    if src_stop < dst_stop:
+        return SHORTER, 0, 0, 0, 0, 0, 0
+    return OK, src_stop - dst_stop, 0, src_stop, 0, 0, dst_stop
+
+
+def first_period(index, shift, phase, step):
+    """Return the first period whose block of this phase has at least this index in its list."""
+    return -(-(index - shift - phase) // step)
+
+
+def src_blocks_of(position, src_size, dst_size, num_tokens):
+    """Return the range of src positions that hold the tokens of a dst block, up to ``num_tokens`` if not negative."""
+    start = position * dst_size
+    stop = start + dst_size
+    if num_tokens >= 0:
+        stop = min(stop, num_tokens)
+    return start // src_size, -(-stop // src_size)
+
+
+def opens_run(src, dst, i):
+    """Return whether pair ``i`` does not continue the pair before it on both sides."""
+    return i == 0 or src[i] != src[i - 1] + 1 or dst[i] != dst[i - 1] + 1
+
+
+def address(origin, block, stride):
+    """Return where a row's slice of a block begins."""
+    return origin + block * stride
+
+
+def slot(block, mask):
+    """Return the first place to look for a block id in a hash table of ``mask + 1`` places."""
+    mixed = block * -7046029254386353131  # 2**64 / golden ratio, odd: neighbours spread
+    return (mixed ^ (mixed >> 32)) & mask

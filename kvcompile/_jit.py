@@ -1,0 +1,82 @@
+"""The one place that says how kernels are compiled, and where the result is kept on disk. It holds no kernel.
+
+Numba stamps a cached kernel by its own file alone, so an edit in `kernels/item.py` would leave a stale loop. The
+cache folder is therefore named after a digest of all of `kernels/` and of the Numba version.
+"""
+
+import contextlib
+import fcntl
+import functools
+import hashlib
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numba
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+__all__ = ["cache_folder", "jit", "locked", "move"]
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+@functools.cache
+def cache_folder() -> Path | None:
+    """Return the folder of the compiled kernels, None where none can be written.
+
+    ``$NUMBA_CACHE_DIR`` if set, else ``$XDG_CACHE_HOME`` or ``~/.cache``; below it ``kvcompile/<digest>``.
+    """
+    total = hashlib.sha256(numba.__version__.encode())
+    for file in sorted((Path(__file__).parent / "kernels").glob("*.py")):
+        total.update(file.name.encode())
+        total.update(file.read_bytes())
+    total.update(Path(__file__).read_bytes())
+    root = os.environ.get("NUMBA_CACHE_DIR") or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = Path(root) / "kvcompile" / total.hexdigest()[:16]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return None
+    return folder if os.access(folder, os.W_OK) else None
+
+
+def jit(function: _F) -> _F:
+    """Compile a function in nopython mode, without the GIL, cached on disk; lazily, at its first call."""
+    folder = cache_folder()
+    before = numba.config.CACHE_DIR
+    try:
+        if folder is not None:
+            numba.config.CACHE_DIR = str(folder)  # read by Numba when it decorates, not later
+        compiled: _F = numba.njit(nogil=True, cache=folder is not None)(function)
+    finally:
+        numba.config.CACHE_DIR = before
+    return compiled
+
+
+@contextlib.contextmanager
+def locked() -> Iterator[None]:
+    """Hold the cache folder's lock: of many processes that start at once, one compiles and the others load."""
+    folder = cache_folder()
+    if folder is None:
+        yield
+        return
+    with open(folder / "lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def move(typing_context: Any, dst: Any, src: Any, nbytes: Any) -> Any:
+    """``memmove(dst, src, nbytes)`` on raw addresses (int64, as wrapped around from unsigned)."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        to, source, size = args
+        to = builder.inttoptr(to, cgutils.voidptr_t)
+        source = builder.inttoptr(source, cgutils.voidptr_t)
+        cgutils.raw_memmove(builder, to, source, size, itemsize=1)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), codegen

@@ -1,0 +1,104 @@
+"""The compiled kernels of the CPU, ready to call. It knows arrays, no plan and no request."""
+
+import threading
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcompile import _jit
+from kvcompile.kernels import cpu, item
+
+__all__ = ["Batch", "Program", "Work", "copy", "cut", "empty_work", "kernels", "measure", "warmup", "write"]
+
+Batch, Program, Work = cpu.Batch, cpu.Program, cpu.Work
+
+Int64 = npt.NDArray[np.int64]
+UInt64 = npt.NDArray[np.uint64]
+
+_lock = threading.Lock()
+_warm = False
+
+
+def warmup() -> None:
+    """Compile every kernel, or load it from the cache on disk, so that no later call waits for a compiler.
+
+    Takes seconds the first time on a machine and a fraction of one afterwards. Processes that start together wait for
+    the one that compiles. Called by itself before the first build.
+    """
+    global _warm  # noqa: PLW0603
+    if _warm:
+        return
+    with _lock:
+        if not _warm:
+            with _jit.locked():
+                _run_once()
+            _warm = True
+
+
+def kernels() -> dict[str, object]:
+    """Return every compiled kernel by name, for tests that count compilations."""
+    return {name: value for name, value in vars(cpu).items() if hasattr(value, "signatures")}
+
+
+def measure(program: Program, batch: Batch, work: Work) -> tuple[int, int]:
+    """Check and count a batch; return (failed requests, uncovered dst blocks). See `kernels.cpu.measure`."""
+    warmup()
+    return cpu.measure(program, batch, work)  # type: ignore[no-any-return]
+
+
+def write(program: Program, batch: Batch, work: Work, src: UInt64, dst: UInt64, length: UInt64) -> None:
+    """Write the descriptors of a measured batch into uint64 arrays of ``work.spans[-1]`` items."""
+    cpu.write(program, batch, work, src.view(np.int64), dst.view(np.int64), length.view(np.int64))
+
+
+def cut(src: UInt64, dst: UInt64, length: UInt64, spans: Int64, most: int) -> tuple[UInt64, UInt64, UInt64, Int64]:
+    """Return the descriptors cut at ``most`` bytes, and their spans."""
+    cut_spans = np.empty_like(spans)
+    total = cpu.cut_count(length.view(np.int64), spans, most, cut_spans)
+    cut_src, cut_dst, cut_length = (np.empty(total, np.uint64) for _ in range(3))
+    whole = (src.view(np.int64), dst.view(np.int64), length.view(np.int64))
+    cpu.cut(*whole, most, cut_src.view(np.int64), cut_dst.view(np.int64), cut_length.view(np.int64))
+    return cut_src, cut_dst, cut_length, cut_spans
+
+
+def copy(src: UInt64, dst: UInt64, length: UInt64) -> None:
+    """Copy the bytes of every descriptor within this process; the caller has checked the addresses."""
+    warmup()
+    cpu.copy(src.view(np.int64), dst.view(np.int64), length.view(np.int64))
+
+
+def empty_work(requests: int, pairs: int, classes: int, src_ids: int, dst_ids: int, status: Int64) -> Work:
+    """Allocate the arrays that the kernels of one build hand to each other.
+
+    A group pair never has more pairs of blocks than ids on both sides together: block edges only ever advance.
+    """
+    most = pairs * (src_ids + dst_ids)
+    return Work(
+        status,
+        np.empty((requests, pairs, item.ALIGN_COLUMNS), np.int64),
+        np.empty((requests, classes, item.EXTENT_COLUMNS), np.int64),
+        np.empty(most, np.int64),
+        np.empty(most, np.int64),
+        np.empty(most, np.int64),
+        np.zeros(dst_ids, np.uint8),
+        np.empty(2 << dst_ids.bit_length(), np.int64),
+        np.empty(requests + 1, np.int64),
+    )
+
+
+def _run_once() -> None:
+    """Call each entry point on nothing: the argument types alone decide what is compiled."""
+
+    def nothing(*columns: int) -> Int64:
+        return np.zeros((0, *columns), np.int64)
+
+    one = np.zeros(1, np.int64)
+    columns = (item.ROW_COLUMNS, item.LANE_COLUMNS, item.CLASS_COLUMNS, item.PAIR_COLUMNS)
+    program = Program(*map(nothing, columns), nothing(item.GROUP_COLUMNS), nothing(item.GROUP_COLUMNS))
+    batch = Batch(nothing(), one, nothing(), one, nothing(0), nothing(0), nothing(), nothing())
+    work = empty_work(0, 0, 0, 0, 0, nothing(item.STATUS_COLUMNS))
+    cpu.measure(program, batch, work)
+    cpu.write(program, batch, work, nothing(), nothing(), nothing())
+    cpu.cut_count(nothing(), one, 1, one)
+    cpu.cut(nothing(), nothing(), nothing(), 1, nothing(), nothing(), nothing())
+    cpu.copy(nothing(), nothing(), nothing())

@@ -1,0 +1,235 @@
+"""Compile two caches into a plan; build a batch of requests into descriptors. The plan is its table of slices."""
+
+from collections.abc import Hashable, Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcompile import backend, lowering, topology
+from kvcompile.backend import Batch
+from kvcompile.cache import Cache
+from kvcompile.descriptors import Descriptors, positive
+from kvcompile.errors import LayoutError, RequestError
+from kvcompile.kernels import item
+from kvcompile.lowering import GroupPair
+from kvcompile.program import Side, assemble, fault
+from kvcompile.request import Request, gather
+
+__all__ = ["Plan", "compile"]
+
+Int64 = npt.NDArray[np.int64]
+
+
+def compile(  # noqa: A001 (the field's word)
+    src: Cache, dst: Cache, *, election: str = "nearest", layers: Iterable[str | int] | None = None
+) -> "Plan":
+    """Compile what one src rank sends to one dst rank.
+
+    Parameters
+    ----------
+    src, dst : Cache
+        One rank of each side.
+    election : "nearest" or "balanced"
+        Which of several src ranks that hold a head sends it: the lowest one paired with the dst rank, or one by turns
+        over all consumers. Both sides compute it from sizes and ranks alone.
+    layers : iterable of layer names, optional
+        Only these, for layer-wise senders.
+
+    Returns
+    -------
+    Plan
+        Empty, and successful, where the two ranks share nothing.
+
+    Raises
+    ------
+    LayoutError
+        A layer that both hold, with other fields, heads, cell bytes, rows of state or state flags.
+    ValueError
+        Arguments that are no caches, an unknown election, a layer that neither side holds.
+    """
+    for name, cache in (("src", src), ("dst", dst)):
+        if not isinstance(cache, Cache):
+            raise ValueError(f"{name} is a {type(cache).__name__}, expected a Cache")
+    if election not in topology.ELECTIONS:
+        raise ValueError(f"election is {election!r}, expected one of {topology.ELECTIONS}")
+    chosen = None
+    if layers is not None:
+        if isinstance(layers, str):
+            raise ValueError(f"layers is the string {layers!r}, expected a collection of layer names")
+        chosen = frozenset(layers)
+        unknown = chosen - {region.layer for cache in (src, dst) for region in cache.regions}
+        if unknown:
+            raise ValueError(f"layers: neither side holds {sorted(map(repr, unknown))[:5]}")
+    table, pairs = lowering.lower(src, dst, election, chosen)
+    return Plan(table, pairs, Side.of(src), Side.of(dst))
+
+
+class Plan:
+    """What one src rank sends to one dst rank, for any request. Made by `compile`; safe to share between threads.
+
+    Attributes
+    ----------
+    table : structured array [rows] of `lowering.TABLE`, read-only
+        One row a slice, in the order dst group, src group, src phase, dst phase, src buffer, src_origin.
+    pairs : tuple of GroupPair
+        The groups that share a layer, elected or not.
+    src, dst : Side
+        Per group block size, state, id bound and null id; the buffers.
+    """
+
+    def __init__(self, table: npt.NDArray[np.void], pairs: tuple[GroupPair, ...], src: Side, dst: Side) -> None:
+        table.flags.writeable = False
+        self.table = table
+        self.pairs = pairs
+        self.src = src
+        self.dst = dst
+        self._fault: str | None = None
+        self._program = assemble(table, pairs, src, dst)
+
+    def __repr__(self) -> str:
+        return f"Plan({len(self.table)} rows, {len(self._program.lanes)} lanes, {len(self.pairs)} group pairs)"
+
+    def with_table(self, table: npt.NDArray[np.void]) -> "Plan":
+        """Return the same plan over another table, for tests and tools.
+
+        Any numbers are taken; what kernels could not run is refused by `build`.
+
+        Raises
+        ------
+        ValueError
+            Not a 1-D array of `lowering.TABLE`.
+        """
+        if not isinstance(table, np.ndarray) or table.dtype != lowering.TABLE or table.ndim != 1:
+            raise ValueError(
+                f"table is {getattr(table, 'dtype', type(table))}, expected a 1-D array of {lowering.TABLE}"
+            )
+        plan = Plan(np.empty(0, lowering.TABLE), self.pairs, self.src, self.dst)
+        plan.table = table.copy()
+        plan.table.flags.writeable = False
+        plan._fault = fault(plan.table, self.pairs, self.src, self.dst)
+        if plan._fault is None:
+            plan._program = assemble(plan.table, self.pairs, self.src, self.dst)
+        return plan
+
+    def build(
+        self,
+        requests: Iterable[Request],
+        *,
+        sort: bool = False,
+        out: Descriptors | None = None,
+        max_length: int | None = None,
+    ) -> Descriptors:
+        """Expand, check and merge the block ids of a batch of requests.
+
+        Parameters
+        ----------
+        requests : iterable of Request
+        out : Descriptors, optional
+            An earlier result of `build`, which is overwritten and returned: its memory is reused, and grown if needed.
+        max_length : int, optional
+            Descriptors are cut at so many bytes after merging.
+
+        Returns
+        -------
+        Descriptors
+            Lane by lane, period by period, for each request in order. A bad request owns no rows and is in ``failed``.
+
+        Raises
+        ------
+        ValueError
+            Arguments that make no sense.
+        LayoutError
+            A table given to `with_table` that no ids can be run through.
+        """
+        positive("max_length", max_length)
+        if out is not None and (not isinstance(out, Descriptors) or out._memory is None):
+            raise ValueError(f"out is {out!r}, expected an earlier result of build (not a batch of one)")
+        if self._fault is not None:
+            raise LayoutError(f"plan table, {self._fault}")
+        batch_of = list(requests)
+        batch, status, errors = gather(batch_of, self.src.block_size, self.dst.block_size)
+        program = self._program
+        work = backend.empty_work(
+            len(batch_of), len(program.pairs), len(program.classes), len(batch.src_ids), len(batch.dst_ids), status
+        )
+        failed, uncovered = backend.measure(program, batch, work)
+        result = Descriptors(_NONE, _NONE, _NONE, work.spans, tuple(r.id for r in batch_of)) if out is None else out
+        columns = result._room(int(work.spans[-1]))
+        backend.write(program, batch, work, *columns)
+        spans = work.spans
+        if max_length is not None and len(columns[2]) and int(columns[2].max()) > max_length:
+            *columns, spans = backend.cut(*columns, spans, max_length)
+            result._memory = tuple(columns)
+        result.src, result.dst, result.length = columns
+        result.spans, result.requests = spans, tuple(r.id for r in batch_of)
+        result.failed = self._failed(batch_of, status, errors) if failed else {}
+        result.uncovered = self._uncovered(batch_of, batch, status, work.uncovered) if uncovered else {}
+        return result
+
+    def _failed(
+        self, requests: Sequence[Request], status: Int64, errors: dict[int, RequestError]
+    ) -> dict[Hashable, RequestError]:
+        failed: dict[Hashable, RequestError] = {}
+        for number in np.flatnonzero(status[:, item.CODE]).tolist():
+            error = errors.get(number) or self._error(requests, number, status[number].tolist())
+            failed.setdefault(requests[number].id, error)
+        return failed
+
+    def _error(self, requests: Sequence[Request], number: int, status: list[int]) -> RequestError:
+        """Say in words what a kernel wrote into a request's status."""
+        request = requests[number]
+        code, side_number, group, position, other = status
+        side = ("src", "dst")[side_number]
+        where = f"request {request.id!r}: {side} group {group}"
+        if code in (item.UNEQUAL, item.SHORTER, item.NO_STATE):
+            have, want = len(request.src_blocks[group]), len(request.dst_blocks[other])
+            sizes = self.src.block_size[group], self.dst.block_size[other]
+            message = {
+                item.UNEQUAL: f"blocks of {sizes[0]} tokens pair with dst group {other}, blocks of {sizes[1]}: expected "
+                "src_first and dst_first, got neither",
+                item.SHORTER: f"got {have} blocks, expected at least the {want} of dst group {other}",
+                item.NO_STATE: f"got no block of state, expected one for dst group {other}",
+            }[code]
+            value, bound = (sizes[0], sizes[1]) if code == item.UNEQUAL else (have, want)
+            return RequestError(
+                f"{where}: {message}", request=request.id, side=side, group=group, value=value, bound=bound
+            )
+        if code == item.TWICE:
+            return RequestError(
+                f"request {request.id!r}: this id is given twice in the batch, expected each once",
+                request=request.id, value=request.id,
+            )  # fmt: skip
+        value = int((request.src_blocks, request.dst_blocks)[side_number][group][position])
+        if code == item.CONFLICT:
+            return RequestError(
+                f"{where}, position {position}: block {value} is also given by request {requests[other].id!r} (or twice), "
+                "expected each dst block once in a batch",
+                request=request.id, side=side, group=group, position=position, value=value,
+            )  # fmt: skip
+        bound = (self.src, self.dst)[side_number].bound[group]
+        reason = f"expected 0 <= id < {bound}"
+        if bound is None or 0 <= value < bound:
+            reason = "a row of the table would leave the buffers there"
+        return RequestError(
+            f"{where}, position {position}: block id {value}, {reason}",
+            request=request.id, side=side, group=group, position=position, value=value, bound=bound,
+        )  # fmt: skip
+
+    def _uncovered(
+        self, requests: Sequence[Request], batch: Batch, status: Int64, marks: npt.NDArray[np.uint8]
+    ) -> dict[Hashable, list[tuple[int, int]]]:
+        groups = len(self.dst.block_size)
+        found: dict[Hashable, list[tuple[int, int]]] = {}
+        marked = np.flatnonzero(marks)
+        lists = np.searchsorted(batch.dst_at, marked, side="right") - 1
+        positions = marked - batch.dst_at[lists] + np.maximum(batch.dst_first.ravel()[lists], 0)
+        # One step a list: its marks are neighbours.
+        starts = np.flatnonzero(np.diff(lists, prepend=-1))
+        for start, stop in zip(starts.tolist(), [*starts[1:].tolist(), len(lists)], strict=True):
+            number, group = divmod(int(lists[start]), groups)
+            here = found.setdefault(requests[number].id, [])
+            here.extend((group, position) for position in positions[start:stop].tolist())
+        return found
+
+
+_NONE = np.empty(0, np.uint64)
