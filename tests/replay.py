@@ -1,0 +1,151 @@
+"""What a plan's table says a request emits, row by row, and the bytes that descriptors move (design.md sections 4, 6).
+
+It takes the table as given and makes no use of layouts beyond their buffers; whether the table is right is the
+oracle's question.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from kvcompile import Cache, Descriptors, Plan, Request
+from tests import oracle
+
+WORD = 2**64
+
+
+class Row(NamedTuple):
+    """One row of ``plan.table``, as Python integers, with the buffers that its origins lie in."""
+
+    src_group: int
+    src_origin: int
+    src_stride: int
+    src_step: int
+    src_phase: int
+    dst_group: int
+    dst_origin: int
+    dst_stride: int
+    dst_step: int
+    dst_phase: int
+    length: int
+    src_buffer: int
+    dst_buffer: int
+
+    @property
+    def kind(self) -> tuple[int, ...]:
+        """What two rows of one lane agree in."""
+        return (
+            *(self.src_group, self.src_stride, self.src_step, self.src_buffer),
+            *(self.dst_group, self.dst_stride, self.dst_step, self.dst_buffer),
+        )
+
+    def begin(self, period: int) -> tuple[int, int]:
+        """Where it begins on both sides in a period, with block ids 0, 1, 2, ..."""
+        return (
+            (self.src_origin + (period * self.src_step + self.src_phase) * self.src_stride) % WORD,
+            (self.dst_origin + (period * self.dst_step + self.dst_phase) * self.dst_stride) % WORD,
+        )
+
+    def end(self) -> tuple[int, int]:
+        """Where it ends on both sides in period 0."""
+        src, dst = self.begin(0)
+        return (src + self.length) % WORD, (dst + self.length) % WORD
+
+
+COLUMNS = Row._fields[:11]
+
+
+def buffer_of(cache: Cache, start: int, length: int) -> int:
+    """Index of the buffer that [start, start + length) lies in; -1 if none."""
+    for index, buffer in enumerate(cache.buffers):
+        if buffer.base <= start and start + length <= buffer.base + buffer.nbytes:
+            return index
+    return -1
+
+
+def rows(plan: Plan, src: Cache, dst: Cache) -> list[Row]:
+    """Rows of a plan in table order."""
+    columns = [plan.table[name].tolist() for name in COLUMNS]
+    found = []
+    for values in zip(*columns, strict=True):
+        row = dict(zip(COLUMNS, values, strict=True))
+        buffers = (
+            buffer_of(cache, row[f"{side}_origin"], row["length"]) for side, cache in (("src", src), ("dst", dst))
+        )
+        found.append(Row(*values, *buffers))
+    return found
+
+
+def lanes(table: list[Row]) -> list[list[Row]]:
+    """Split rows into lanes: components of "ends on both sides where the other begins, now or a period later"."""
+    starts = defaultdict(set)
+    for index, row in enumerate(table):
+        for period in (0, 1):
+            starts[row.kind, row.begin(period)].add(index)
+    lane = list(range(len(table)))
+    for index, row in enumerate(table):
+        for other in starts[row.kind, row.end()]:
+            low, high = sorted((lane[index], lane[other]))
+            lane = [low if number == high else number for number in lane]
+    return [[row for row, number in zip(table, lane, strict=True) if number == one] for one in sorted(set(lane))]
+
+
+def pieces(row: Row, request: Request, src: Cache, dst: Cache) -> dict[int, tuple[int, int, int]]:
+    """{period: (src, dst, length)} of a row: one piece for each pair of given blocks that are not null."""
+    left, right, _ = oracle.place(request, src, dst, (row.src_group, row.dst_group))
+    src_group, dst_group = src.groups[row.src_group], dst.groups[row.dst_group]
+    src_step, src_phase, dst_step, dst_phase = row.src_step, row.src_phase, row.dst_step, row.dst_phase
+    if dst_group.state:  # a block is one unit whatever the block sizes
+        src_step, src_phase, dst_step, dst_phase = 1, 0, 1, 0
+    sources = dict(left)
+    found = {}
+    for position, dst_block in right:
+        period, phase = divmod(position, dst_step)
+        src_block = sources.get(period * src_step + src_phase)
+        if phase != dst_phase or src_block in (None, src_group.null_block) or dst_block == dst_group.null_block:
+            continue
+        found[period] = (
+            (row.src_origin + src_block * row.src_stride) % WORD,
+            (row.dst_origin + dst_block * row.dst_stride) % WORD,
+            row.length,
+        )
+    return found
+
+
+def emission(table: list[Row], request: Request, src: Cache, dst: Cache) -> list[list[tuple[int, int, int]]]:
+    """Descriptors of a request, lane by lane: period by period, rows in table order, touching pieces merged."""
+    found = []
+    for lane in lanes(table):
+        of_row = [pieces(row, request, src, dst) for row in lane]
+        merged: list[tuple[int, int, int]] = []
+        for period in sorted(set().union(*of_row)):
+            for piece in (row[period] for row in of_row if period in row):
+                if merged and merged[-1][0] + merged[-1][2] == piece[0] and merged[-1][1] + merged[-1][2] == piece[1]:
+                    merged[-1] = (merged[-1][0], merged[-1][1], merged[-1][2] + piece[2])
+                else:
+                    merged.append(piece)
+        found.append(merged)
+    return found
+
+
+def cut(descriptors: list[tuple[int, int, int]], max_length: int) -> list[tuple[int, int, int]]:
+    """Cut each descriptor into pieces of ``max_length`` from its start."""
+    return [
+        (src + at, dst + at, min(max_length, length - at))
+        for src, dst, length in descriptors
+        for at in range(0, length, max_length)
+    ]
+
+
+def triples(descriptors: Descriptors, index: int | None = None) -> list[tuple[int, int, int]]:
+    """Return (src, dst, length) of all descriptors or of request number ``index``, as Python integers."""
+    rows = slice(None) if index is None else slice(*descriptors.spans[index : index + 2].tolist())
+    columns = (descriptors.src[rows].tolist(), descriptors.dst[rows].tolist(), descriptors.length[rows].tolist())
+    return list(zip(*columns, strict=True))
+
+
+def moved(descriptors: list[tuple[int, int, int]]) -> Iterator[tuple[int, int]]:
+    """Yield (src address, dst address) of every byte that is copied."""
+    for src, dst, length in descriptors:
+        for byte in range(length):
+            yield src + byte, dst + byte
