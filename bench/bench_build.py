@@ -66,15 +66,23 @@ def machine() -> str:
     return f"{model}, {platform.system()}; {versions}"
 
 
-def median_ms(function: Callable[[], object], seconds: float) -> float:
-    """Call a function for some seconds, five times at least, and return its median in milliseconds."""
-    times: list[float] = []
+def medians_ms(functions: dict[str, tuple[Callable[[], object], int]], seconds: float) -> dict[str, float]:
+    """Return the median time of some functions in milliseconds.
+
+    In each round every function is called a number of times of its own, so that what else the machine does falls on
+    all of them alike; five rounds at least.
+    """
+    times: dict[str, list[float]] = {name: [] for name in functions}
     until = time.perf_counter() + seconds
-    while len(times) < 5 or time.perf_counter() < until:
-        start = time.perf_counter()
-        function()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times) * 1e3
+    rounds = 0
+    while rounds < 5 or time.perf_counter() < until:
+        rounds += 1
+        for name, (function, calls) in functions.items():
+            for _ in range(calls):
+                start = time.perf_counter()
+                function()
+                times[name].append(time.perf_counter() - start)
+    return {name: statistics.median(found) * 1e3 for name, found in times.items()}
 
 
 def same(descriptors: kvcompile.Descriptors, lists: tuple[list[int], list[int], list[int]]) -> bool:
@@ -99,16 +107,17 @@ def measure(case: shapes.Case, seconds: float) -> Timing:
         for column in columns:
             column.fill(7)
 
-    return Timing(
-        case.name,
-        len(out),
-        compile_ms=median_ms(lambda: kvcompile.compile(case.src, case.dst), seconds),
-        fill_ms=median_ms(fill, seconds),
-        baseline_ms=median_ms(lambda: baseline.build(spans, src_ids, dst_ids), seconds),
-        vllm_ms=case.vllm_ms,
-        fresh_ms=median_ms(lambda: plan.build(requests), seconds),
-        build_ms=median_ms(lambda: plan.build(requests, out=out), seconds),
+    medians = medians_ms(
+        {
+            "compile_ms": (lambda: kvcompile.compile(case.src, case.dst), 1),
+            "baseline_ms": (lambda: baseline.build(spans, src_ids, dst_ids), 1),
+            "fresh_ms": (lambda: plan.build(requests), 10),
+            "fill_ms": (fill, 40),
+            "build_ms": (lambda: plan.build(requests, out=out), 40),
+        },
+        seconds,
     )
+    return Timing(case.name, len(out), vllm_ms=case.vllm_ms, **medians)
 
 
 def show(timings: list[Timing]) -> None:
@@ -131,7 +140,7 @@ def show(timings: list[Timing]) -> None:
 def main() -> None:
     """Measure all cases, print and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=0.5, help="time spent on each figure (default 0.5)")
+    parser.add_argument("--seconds", type=float, default=3.0, help="time spent on each case (default 3)")
     parser.add_argument("--json", type=Path, default=Path(__file__).parent / "results.json", help="where to write")
     options = parser.parse_args()
     kvcompile.warmup()
