@@ -68,6 +68,8 @@ src_blocks_of = jit(item.src_blocks_of)
 opens_run = jit(item.opens_run)
 address = jit(item.address)
 slot = jit(item.slot)
+array_header = jit(item.array_header)
+integer = jit(item.integer)
 
 
 class Program(NamedTuple):
@@ -98,8 +100,8 @@ class Work(NamedTuple):
     """What the kernels hand on.
 
     status [requests, STATUS_COLUMNS]; aligned [requests, pairs, ALIGN_COLUMNS]; extent [requests, classes,
-    EXTENT_COLUMNS]; src, dst, runs: the pairs of blocks and the first pair of each run; uncovered uint8 [dst ids];
-    slots: hash table, a power of two above twice the dst ids; spans [requests + 1].
+    EXTENT_COLUMNS]; src, dst: the pairs of blocks; run_src, run_dst, run_blocks: the first pair and the size of each
+    run; uncovered uint8 [dst ids]; slots: hash table, a power of two above twice the dst ids; spans [requests + 1].
     """
 
     status: np.ndarray
@@ -107,7 +109,9 @@ class Work(NamedTuple):
     extent: np.ndarray
     src: np.ndarray
     dst: np.ndarray
-    runs: np.ndarray
+    run_src: np.ndarray
+    run_dst: np.ndarray
+    run_blocks: np.ndarray
     uncovered: np.ndarray
     slots: np.ndarray
     spans: np.ndarray
@@ -313,18 +317,25 @@ def mark_class(program, batch, work, r, c, extent):
         j += dst_step
     extent[PAIRS] = pairs
     if kind[HAS_DENSE] != 0:
-        runs, opened = work.runs[extent[RUNS_AT] :], 0
-        for k in range(pairs):
-            if opens_run(src, dst, k):
-                runs[opened] = k
-                opened += 1
-        extent[RUNS] = opened
+        at = extent[RUNS_AT]
+        extent[RUNS] = mark_runs(src[:pairs], dst[:pairs], work.run_src[at:], work.run_dst[at:], work.run_blocks[at:])
+
+
+@jit
+def mark_runs(src, dst, run_src, run_dst, run_blocks):
+    opened = 0
+    for k in range(len(src)):
+        if opens_run(src, dst, k):
+            run_src[opened], run_dst[opened], run_blocks[opened] = src[k], dst[k], 0
+            opened += 1
+        run_blocks[opened - 1] += 1
+    return opened
 
 
 @jit
 def count(program, batch, work):
     """Write how many descriptors each request makes, as spans."""
-    none = work.runs[:0]
+    none = work.run_src[:0]
     work.spans[0] = 0
     for r in range(len(batch.num_tokens)):
         total = 0
@@ -350,30 +361,26 @@ def write(program, batch, work, src, dst, length):
         for lane in program.lanes:
             row = program.rows[lane[LANE_START]]
             extent = work.extent[r, row[CLASS]]
-            pairs_src = work.src[extent[PAIRS_AT] : extent[PAIRS_AT] + extent[PAIRS]]
-            pairs_dst = work.dst[extent[PAIRS_AT] : extent[PAIRS_AT] + extent[PAIRS]]
+            # Columns apart and through views: only this form vectorizes.
             if lane[LANE_KIND] == APART:
-                # Columns apart and through views: only this form vectorizes.
-                end = at + extent[PAIRS]
-                spread(src[at:end], pairs_src, row[SRC_ORIGIN], row[SRC_STRIDE])
-                spread(dst[at:end], pairs_dst, row[DST_ORIGIN], row[DST_STRIDE])
-                length[at:end] = row[LENGTH]
-                at = end
+                begin, end = extent[PAIRS_AT], extent[PAIRS_AT] + extent[PAIRS]
+                spread(src[at:], work.src[begin:end], row[SRC_ORIGIN], row[SRC_STRIDE])
+                spread(dst[at:], work.dst[begin:end], row[DST_ORIGIN], row[DST_STRIDE])
+                length[at : at + extent[PAIRS]] = row[LENGTH]
+                at += extent[PAIRS]
             elif lane[LANE_KIND] == DENSE:
-                runs = work.runs[extent[RUNS_AT] : extent[RUNS_AT] + extent[RUNS]]
-                for k in range(len(runs)):
-                    last = runs[k + 1] if k + 1 < len(runs) else extent[PAIRS]
-                    src[at] = address(row[SRC_ORIGIN], pairs_src[runs[k]], row[SRC_STRIDE])
-                    dst[at] = address(row[DST_ORIGIN], pairs_dst[runs[k]], row[DST_STRIDE])
-                    length[at] = (last - runs[k]) * row[LENGTH]
-                    at += 1
+                begin, end = extent[RUNS_AT], extent[RUNS_AT] + extent[RUNS]
+                spread(src[at:], work.run_src[begin:end], row[SRC_ORIGIN], row[SRC_STRIDE])
+                spread(dst[at:], work.run_dst[begin:end], row[DST_ORIGIN], row[DST_STRIDE])
+                spread(length[at:], work.run_blocks[begin:end], 0, row[LENGTH])
+                at += extent[RUNS]
             else:
                 at += chain(program, batch, work, r, lane, True, src[at:], dst[at:], length[at:])
 
 
 @jit
 def spread(out, blocks, origin, stride):
-    for i in range(len(out)):
+    for i in range(len(blocks)):
         out[i] = address(origin, blocks[i], stride)
 
 
@@ -438,6 +445,27 @@ def cut(src, dst, length, most, cut_src, cut_dst, cut_length):
             cut_length[at] = min(most, length[i] - done)
             done += cut_length[at]
             at += 1
+
+
+@jit
+def decode(packed, offsets, at, ids):
+    """Read integer lists out of msgpack: ``ids[at[k]:at[k+1]]`` from the array that starts at ``packed[offsets[k]]``.
+
+    Lists with a negative offset are passed over; one that holds anything but integers gets the offset -2. Integers
+    above int64 become its greatest.
+    """
+    for k in range(len(offsets)):
+        if offsets[k] < 0:
+            continue
+        size = at[k + 1] - at[k]
+        place = offsets[k] + array_header(size)
+        for i in range(at[k], at[k + 1]):
+            value, nbytes = integer(packed, place)
+            if nbytes == 0:
+                offsets[k] = -2
+                break
+            ids[i] = value
+            place += nbytes
 
 
 @jit

@@ -5,6 +5,8 @@ addresses with bit 63 set stay exact. They do not call each other, since each dr
 Below are also the columns of the arrays that drivers and host share.
 """
 
+import numpy as np
+
 # Columns of a row: one slice.
 SRC_ORIGIN, SRC_STRIDE, DST_ORIGIN, DST_STRIDE, LENGTH, CLASS, ROW_COLUMNS = range(7)
 
@@ -105,3 +107,32 @@ def slot(block, mask):
     """Return the first place to look for a block id in a hash table of ``mask + 1`` places."""
     mixed = block * -7046029254386353131  # 2**64 / golden ratio, odd: neighbours spread
     return (mixed ^ (mixed >> 32)) & mask
+
+
+def array_header(size):
+    """Return the bytes of a msgpack array's header (msgpack's specification: fixarray, array 16, array 32)."""
+    return 1 if size < 16 else 3 if size < 65536 else 5
+
+
+def integer(packed, at):
+    """Return a msgpack integer and its size in bytes; size 0 if it is none. Beyond int64: its greatest value.
+
+    Formats as in msgpack's specification: fixint, uint 8 to 64, int 8 to 64, big-endian.
+    """
+    head = packed[at]
+    if head < 0x80:
+        return np.int64(head), 1
+    if head >= 0xE0:
+        return np.int64(head) - 256, 1
+    if head < 0xCC or head > 0xD3:
+        return np.int64(0), 0
+    signed = head >= 0xD0
+    nbytes = 1 << ((head - 0xCC) & 3)
+    value = np.int64(packed[at + 1])
+    if signed and value >= 128:
+        value -= 256
+    for k in range(2, nbytes + 1):
+        value = (value << 8) | packed[at + k]
+    if not signed and value < 0:
+        value = np.int64(2**63 - 1)
+    return value, 1 + nbytes

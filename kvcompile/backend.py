@@ -8,7 +8,7 @@ import numpy.typing as npt
 from kvcompile import _jit
 from kvcompile.kernels import cpu, item
 
-__all__ = ["Batch", "Program", "Work", "copy", "cut", "empty_work", "kernels", "measure", "warmup", "write"]
+__all__ = ["Batch", "Program", "Work", "copy", "cut", "decode", "empty_work", "kernels", "measure", "warmup", "write"]
 
 Batch, Program, Work = cpu.Batch, cpu.Program, cpu.Work
 
@@ -61,6 +61,12 @@ def cut(src: UInt64, dst: UInt64, length: UInt64, spans: Int64, most: int) -> tu
     return cut_src, cut_dst, cut_length, cut_spans
 
 
+def decode(packed: bytearray, offsets: Int64, at: Int64, ids: Int64) -> None:
+    """Read integer lists out of msgpack into ``ids``. See `kernels.cpu.decode`."""
+    warmup()
+    cpu.decode(np.frombuffer(packed, np.uint8), offsets, at, ids)
+
+
 def copy(src: UInt64, dst: UInt64, length: UInt64) -> None:
     """Copy the bytes of every descriptor within this process; the caller has checked the addresses."""
     warmup()
@@ -77,9 +83,7 @@ def empty_work(requests: int, pairs: int, classes: int, src_ids: int, dst_ids: i
         status,
         np.empty((requests, pairs, item.ALIGN_COLUMNS), np.int64),
         np.empty((requests, classes, item.EXTENT_COLUMNS), np.int64),
-        np.empty(most, np.int64),
-        np.empty(most, np.int64),
-        np.empty(most, np.int64),
+        *(np.empty(most, np.int64) for _ in range(5)),
         np.zeros(dst_ids, np.uint8),
         np.empty(2 << dst_ids.bit_length(), np.int64),
         np.empty(requests + 1, np.int64),
@@ -101,4 +105,5 @@ def _run_once() -> None:
     cpu.write(program, batch, work, nothing(), nothing(), nothing())
     cpu.cut_count(nothing(), one, 1, one)
     cpu.cut(nothing(), nothing(), nothing(), 1, nothing(), nothing(), nothing())
+    cpu.decode(np.frombuffer(bytearray(1), np.uint8), nothing(), one, nothing())
     cpu.copy(nothing(), nothing(), nothing())
