@@ -43,12 +43,12 @@ def kernels() -> dict[str, object]:
 def measure(program: Program, batch: Batch, work: Work) -> tuple[int, int]:
     """Check and count a batch; return (failed requests, uncovered dst blocks). See `kernels.cpu.measure`."""
     warmup()
-    return cpu.measure(program, batch, work)  # type: ignore[no-any-return]
+    return cpu.measure(tuple(program), tuple(batch), tuple(work))  # type: ignore[no-any-return]
 
 
 def write(program: Program, batch: Batch, work: Work, src: UInt64, dst: UInt64, length: UInt64) -> None:
     """Write the descriptors of a measured batch into uint64 arrays of ``work.spans[-1]`` items."""
-    cpu.write(program, batch, work, src.view(np.int64), dst.view(np.int64), length.view(np.int64))
+    cpu.write(tuple(program), tuple(batch), tuple(work), src.view(np.int64), dst.view(np.int64), length.view(np.int64))
 
 
 def cut(src: UInt64, dst: UInt64, length: UInt64, spans: Int64, most: int) -> tuple[UInt64, UInt64, UInt64, Int64]:
@@ -101,8 +101,8 @@ def _run_once() -> None:
     program = Program(*map(nothing, columns), nothing(item.GROUP_COLUMNS), nothing(item.GROUP_COLUMNS))
     batch = Batch(nothing(), one, nothing(), one, nothing(0), nothing(0), nothing(), nothing())
     work = empty_work(0, 0, 0, 0, 0, nothing(item.STATUS_COLUMNS))
-    cpu.measure(program, batch, work)
-    cpu.write(program, batch, work, nothing(), nothing(), nothing())
+    cpu.measure(tuple(program), tuple(batch), tuple(work))
+    cpu.write(tuple(program), tuple(batch), tuple(work), nothing(), nothing(), nothing())
     cpu.cut_count(nothing(), one, 1, one)
     cpu.cut(nothing(), nothing(), nothing(), 1, nothing(), nothing(), nothing())
     cpu.decode(np.frombuffer(bytearray(1), np.uint8), nothing(), one, nothing())

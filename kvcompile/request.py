@@ -106,7 +106,9 @@ def gather(
     status = np.zeros((len(requests), item.STATUS_COLUMNS), np.int64)
     if errors:
         status[list(errors), item.CODE] = item.REFUSED
-    batch = Batch(src_ids, src_at, dst_ids, dst_at, *(src.firsts(), dst.firsts()), np.array(num_tokens, np.int64), twice)
+    batch = Batch(
+        src_ids, src_at, dst_ids, dst_at, *(src.firsts(), dst.firsts()), np.array(num_tokens, np.int64), twice
+    )
     return batch, status, errors
 
 
