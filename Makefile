@@ -7,7 +7,7 @@ PY = .venv/bin/python
 PY065 = .venv-numba065/bin/python
 PYTEST = -m pytest -n 2
 
-.PHONY: demo test test-main test-numba065 bench lint clean
+.PHONY: demo test test-main test-numba065 bench lint pyright clean
 
 demo: .venv/demo.stamp
 	@.venv/bin/kvcompile demo $(ARGS)
@@ -27,6 +27,11 @@ bench: .venv/demo.stamp
 lint: .venv/test.stamp
 	.venv/bin/ruff check -q .
 	.venv/bin/mypy
+
+# Not part of `make test`: its Node.js is a download of 200 MB.
+pyright: .venv/test.stamp
+	@$(PY) $(PIP) 'pyright[nodejs]'
+	.venv/bin/pyright --pythonpath $(PY)
 
 clean:
 	rm -rf .venv .venv-numba065 build *.egg-info .*_cache .hypothesis
