@@ -1,0 +1,83 @@
+"""The commands and their options. What they do is imported when they run."""
+
+import time
+from enum import Enum
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+__all__ = ["app"]
+
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)
+
+
+class Order(str, Enum):
+    """Memory order of a block."""
+
+    hnd = "hnd"
+    nhd = "nhd"
+
+
+class Election(str, Enum):
+    """Who sends a head that several ranks hold."""
+
+    nearest = "nearest"
+    balanced = "balanced"
+
+
+class Engine(str, Enum):
+    """What moves the bytes."""
+
+    mooncake = "mooncake"
+    local = "local"
+
+
+@app.callback()
+def kvcompile() -> None:
+    """Compile two KV-cache layouts into descriptors for an RDMA engine."""
+
+
+@app.command()
+def warmup() -> None:
+    """Compile the kernels into the cache on disk, so that no process waits for a compiler later."""
+    from kvcompile import warmup as compile_kernels  # noqa: PLC0415
+
+    started = time.perf_counter()
+    compile_kernels()
+    Console().print(f"kernels ready in {time.perf_counter() - started:.2f} s")
+
+
+@app.command()
+def demo(
+    model: Annotated[str, typer.Option(help="qwen3-235b-a22b, llama-3.3-70b, deepseek-v3 or kimi-k3-like.")] = "qwen3-235b-a22b",
+    src_tp: Annotated[int, typer.Option(min=1, max=64, help="Tensor-parallel size of the prefill side.")] = 8,
+    dst_tp: Annotated[int, typer.Option(min=1, max=64, help="Tensor-parallel size of the decode side.")] = 2,
+    src_order: Annotated[Order, typer.Option(help="Memory order of the prefill side.")] = Order.hnd,
+    dst_order: Annotated[Order, typer.Option(help="Memory order of the decode side.")] = Order.hnd,
+    src_block: Annotated[int | None, typer.Option(min=1, help="Tokens of a prefill block; the model's usual by default.")] = None,
+    dst_block: Annotated[int | None, typer.Option(min=1, help="Tokens of a decode block; the model's usual by default.")] = None,
+    election: Annotated[Election, typer.Option(help="Which of several ranks that hold a head sends it.")] = Election.nearest,
+    engine: Annotated[Engine, typer.Option(help="mooncake: processes over loopback; local: one process.")] = Engine.mooncake,
+    gib: Annotated[float, typer.Option(min=0.1, help="GiB of memory, all processes together.")] = 4.0,
+    requests: Annotated[int, typer.Option(min=1, help="Requests to move.")] = 8,
+    seed: Annotated[int, typer.Option(help="Of the requests' lengths and blocks.")] = 0,
+    corrupt: Annotated[int | None, typer.Option(hidden=True, help="Flip a bit of this byte of decode rank 0.")] = None,
+) -> None:
+    """Move KV caches between prefill and decode ranks over a real engine, and check every byte."""
+    from kvcompile import KVCompileError  # noqa: PLC0415
+    from kvcompile.cli.demo import Options, run  # noqa: PLC0415
+    from kvcompile.cli.geometries import MODELS, Serving  # noqa: PLC0415
+
+    console = Console()
+    if model not in MODELS:
+        raise typer.BadParameter(f"is {model!r}, expected one of {', '.join(MODELS)}", param_hint="--model")
+    usual = MODELS[model].block_size
+    src = Serving(src_tp, src_order.value, src_block or usual)
+    dst = Serving(dst_tp, dst_order.value, dst_block or usual)
+    try:
+        code = run(Options(model, src, dst, election.value, engine.value, gib, requests, seed, corrupt), console)
+    except (KVCompileError, ValueError) as error:
+        Console(stderr=True).print(f"[bold red]demo:[/bold red] {error}", markup=True, highlight=False)
+        code = 1
+    raise typer.Exit(code)
