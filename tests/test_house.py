@@ -25,7 +25,7 @@ TIERS = (
     ("errors",),
     ("layout", "topology"),
     ("overlap", "handshake", "cache", "descriptors"),
-    ("lowering",),
+    ("table", "lanes", "strided", "bridge", "lowering"),
     ("_jit", "kernels"),
     ("backend",),
     ("request", "program"),
