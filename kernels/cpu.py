@@ -18,8 +18,10 @@ from kvcompile.kernels.item import (
     CLASS_PAIR,
     CODE,
     CONFLICT,
+    COUNT,
     DENSE,
     DST_GROUP,
+    DST_INNER,
     DST_ORIGIN,
     DST_PHASE,
     DST_SHIFT,
@@ -28,6 +30,7 @@ from kvcompile.kernels.item import (
     DST_STEP,
     DST_STOP,
     DST_STRIDE,
+    FROM,
     GROUP,
     HAS_DENSE,
     HAS_NULL,
@@ -41,7 +44,11 @@ from kvcompile.kernels.item import (
     OUT_OF_BOUND,
     OVERLAY,
     PAIRS,
+    PAIR_DST_STEP,
+    PAIR_SRC_STEP,
     PAIRS_AT,
+    PART,
+    PARTS,
     PERIOD_START,
     PERIOD_STOP,
     POSITION,
@@ -49,6 +56,7 @@ from kvcompile.kernels.item import (
     RUNS_AT,
     SIDE,
     SRC_GROUP,
+    SRC_INNER,
     SRC_ORIGIN,
     SRC_PHASE,
     SRC_SHIFT,
@@ -58,12 +66,17 @@ from kvcompile.kernels.item import (
     SRC_STOP,
     SRC_STRIDE,
     STATE,
+    TAIL,
+    TO,
     TWICE,
 )
 
 refuses = jit(item.refuses)
 align = jit(item.align)
 first_period = jit(item.first_period)
+overlap_start = jit(item.overlap_start)
+overlap_stop = jit(item.overlap_stop)
+part_start = jit(item.part_start)
 src_blocks_of = jit(item.src_blocks_of)
 opens_run = jit(item.opens_run)
 address = jit(item.address)
@@ -174,9 +187,11 @@ def check_lists(program, batch, r, status, aligned):
         if code != OK:
             status[CODE], status[SIDE], status[GROUP], status[OTHER] = code, 0, pair[SRC_GROUP], pair[DST_GROUP]
             return
-        line = aligned[p]
+        line, src_step, dst_step = aligned[p], pair[PAIR_SRC_STEP], pair[PAIR_DST_STEP]
         line[SRC_SHIFT], line[SRC_START], line[SRC_STOP] = src_shift, src_start, src_stop
         line[DST_SHIFT], line[DST_START], line[DST_STOP] = dst_shift, dst_start, dst_stop
+        line[FROM] = overlap_start(src_start - src_shift, dst_start - dst_shift, src_step, dst_step)
+        line[TO] = overlap_stop(src_stop - src_shift, dst_stop - dst_shift, src_step, dst_step)
 
 
 @jit
@@ -328,6 +343,9 @@ def mark_class(program, batch, work, r, c, extent):
         first_period(line[SRC_STOP], line[SRC_SHIFT], src_phase, src_step),
         first_period(line[DST_STOP], line[DST_SHIFT], dst_phase, dst_step),
     )
+    if kind[PARTS] > 1:
+        start = max(start, part_start(line[FROM], line[TO], kind[PART], kind[PARTS]))
+        stop = min(stop, part_start(line[FROM], line[TO], kind[PART] + 1, kind[PARTS]))
     if stop <= start:
         return
     extent[PERIOD_START], extent[PERIOD_STOP] = start, stop
@@ -374,7 +392,7 @@ def count(program, batch, work):
             for lane in program.lanes:
                 extent = work.extent[r, program.rows[lane[LANE_START], CLASS]]
                 if lane[LANE_KIND] == APART:
-                    total += extent[PAIRS]
+                    total += extent[PAIRS] * program.rows[lane[LANE_START], COUNT]
                 elif lane[LANE_KIND] == DENSE:
                     total += extent[RUNS]
                 else:
@@ -396,15 +414,16 @@ def write(program, batch, work, src, dst, length):
             # Columns apart and through views: only this form vectorizes.
             if lane[LANE_KIND] == APART:
                 begin, end = extent[PAIRS_AT], extent[PAIRS_AT] + extent[PAIRS]
-                spread(src[at:], work.src[begin:end], row[SRC_ORIGIN], row[SRC_STRIDE])
-                spread(dst[at:], work.dst[begin:end], row[DST_ORIGIN], row[DST_STRIDE])
-                length[at : at + extent[PAIRS]] = row[LENGTH]
-                at += extent[PAIRS]
+                for k in range(row[COUNT]):
+                    spread(src[at:], work.src[begin:end], row[SRC_ORIGIN] + k * row[SRC_INNER], row[SRC_STRIDE])
+                    spread(dst[at:], work.dst[begin:end], row[DST_ORIGIN] + k * row[DST_INNER], row[DST_STRIDE])
+                    length[at : at + extent[PAIRS]] = row[LENGTH]
+                    at += extent[PAIRS]
             elif lane[LANE_KIND] == DENSE:
                 begin, end = extent[RUNS_AT], extent[RUNS_AT] + extent[RUNS]
                 spread(src[at:], work.run_src[begin:end], row[SRC_ORIGIN], row[SRC_STRIDE])
                 spread(dst[at:], work.run_dst[begin:end], row[DST_ORIGIN], row[DST_STRIDE])
-                spread(length[at:], work.run_blocks[begin:end], 0, row[LENGTH])
+                spread(length[at:], work.run_blocks[begin:end], -row[TAIL], row[LENGTH] + row[TAIL])
                 at += extent[RUNS]
             else:
                 at += chain(program, batch, work, r, lane, True, src[at:], dst[at:], length[at:])
@@ -425,7 +444,7 @@ def chain(program, batch, work, r, lane, writes, src, dst, length):
         extent = work.extent[r, row[CLASS]]
         if extent[PERIOD_START] < extent[PERIOD_STOP]:
             start, stop = min(start, extent[PERIOD_START]), max(stop, extent[PERIOD_STOP])
-    made, src_end, dst_end = 0, np.int64(0), np.int64(0)
+    made, tail, src_end, dst_end = 0, np.int64(0), np.int64(0), np.int64(0)
     for period in range(start, stop):
         for row in rows:
             extent, kind = work.extent[r, row[CLASS]], program.classes[row[CLASS]]
@@ -443,14 +462,14 @@ def chain(program, batch, work, r, lane, writes, src, dst, length):
                 continue
             src_at = address(row[SRC_ORIGIN], src_block, row[SRC_STRIDE])
             dst_at = address(row[DST_ORIGIN], dst_block, row[DST_STRIDE])
-            if made > 0 and src_at == src_end and dst_at == dst_end:
+            if made > 0 and src_at == src_end + tail and dst_at == dst_end + tail:
                 if writes:
-                    length[made - 1] += row[LENGTH]
+                    length[made - 1] += tail + row[LENGTH]
             else:
                 if writes:
                     src[made], dst[made], length[made] = src_at, dst_at, row[LENGTH]
                 made += 1
-            src_end, dst_end = src_at + row[LENGTH], dst_at + row[LENGTH]
+            tail, src_end, dst_end = row[TAIL], src_at + row[LENGTH], dst_at + row[LENGTH]
     return made
 
 

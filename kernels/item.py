@@ -7,18 +7,42 @@ Below are also the columns of the arrays that drivers and host share.
 
 import numpy as np
 
-# Columns of a row: one slice.
-SRC_ORIGIN, SRC_STRIDE, DST_ORIGIN, DST_STRIDE, LENGTH, CLASS, ROW_COLUMNS = range(7)
+# Columns of a row: COUNT slices of LENGTH bytes, the inner strides apart; TAIL bytes behind each may be copied along.
+(
+    SRC_ORIGIN,
+    SRC_STRIDE,
+    DST_ORIGIN,
+    DST_STRIDE,
+    LENGTH,
+    TAIL,
+    COUNT,
+    SRC_INNER,
+    DST_INNER,
+    CLASS,
+    ROW_COLUMNS,
+) = range(11)
 
-# Columns of a lane: rows [START, STOP) of the row array, how they merge, and their group pair.
+# Columns of a lane: rows [START, STOP) of the row array, and how they merge.
 LANE_START, LANE_STOP, LANE_KIND, LANE_COLUMNS = range(4)
 APART, DENSE, CHAIN = range(3)
 
-# Columns of a class: the rows of one group pair with equal steps and phases use the same pairs of blocks.
-CLASS_PAIR, SRC_STEP, SRC_PHASE, DST_STEP, DST_PHASE, HAS_DENSE, CLASS_COLUMNS = range(7)
+# Columns of a class: rows with the same pairs of blocks in the same order. (Order depends on the strides, if sorted.)
+(
+    CLASS_PAIR,
+    SRC_STEP,
+    SRC_PHASE,
+    DST_STEP,
+    DST_PHASE,
+    PART,
+    PARTS,
+    CLASS_SRC_STRIDE,
+    CLASS_DST_STRIDE,
+    HAS_DENSE,
+    CLASS_COLUMNS,
+) = range(11)
 
-# Columns of a group pair. Sizes are in tokens; 1 and 1 for a state pair that pairs block by block.
-SRC_GROUP, DST_GROUP, SRC_SIZE, DST_SIZE, STATE, PAIR_COLUMNS = range(6)
+# Columns of a group pair: sizes in tokens, steps in blocks a period.
+SRC_GROUP, DST_GROUP, SRC_SIZE, DST_SIZE, STATE, PAIR_SRC_STEP, PAIR_DST_STEP, PAIR_COLUMNS = range(8)
 
 # Columns of a side's group. OVERLAY: the lowest group that shares bytes with this one.
 BOUND, HAS_NULL, NULL, OVERLAY, GROUP_COLUMNS = range(5)
@@ -27,8 +51,9 @@ BOUND, HAS_NULL, NULL, OVERLAY, GROUP_COLUMNS = range(5)
 CODE, SIDE, GROUP, POSITION, OTHER, STATUS_COLUMNS = range(6)
 OK, REFUSED, UNEQUAL, SHORTER, NO_STATE, OUT_OF_BOUND, CONFLICT, TWICE = range(8)
 
-# Columns of an alignment, one a (request, group pair): index = position + shift; indices in [start, stop) take part.
-SRC_SHIFT, SRC_START, SRC_STOP, DST_SHIFT, DST_START, DST_STOP, ALIGN_COLUMNS = range(7)
+# Columns of an alignment, one a (request, group pair): index = position + shift; indices in [start, stop) take part;
+# the overlap touches the periods [FROM, TO).
+SRC_SHIFT, SRC_START, SRC_STOP, DST_SHIFT, DST_START, DST_STOP, FROM, TO, ALIGN_COLUMNS = range(9)
 
 # Columns of a (request, class): its pairs of ids, its runs, and its periods.
 PAIRS_AT, PAIRS, RUNS_AT, RUNS, PERIOD_START, PERIOD_STOP, EXTENT_COLUMNS = range(7)
@@ -82,6 +107,21 @@ def align(state, src_size, dst_size, src_count, dst_count, src_first, dst_first,
 def first_period(index, shift, phase, step):
     """Return the first period whose block of this phase has at least this index in its list."""
     return -(-(index - shift - phase) // step)
+
+
+def overlap_start(src_position, dst_position, src_step, dst_step):
+    """Return the first period of an overlap that starts at the later of two positions, in blocks of each side."""
+    return max(src_position // src_step, dst_position // dst_step)
+
+
+def overlap_stop(src_position, dst_position, src_step, dst_step):
+    """Return the end of the periods of an overlap that stops at the earlier of two positions."""
+    return min(-(-src_position // src_step), -(-dst_position // dst_step))
+
+
+def part_start(first, last, part, parts):
+    """Return where a part of the periods [first, last) begins; the next one's beginning is its end."""
+    return first + part * (last - first) // parts
 
 
 def src_blocks_of(position, src_size, dst_size, num_tokens):

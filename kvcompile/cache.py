@@ -28,8 +28,10 @@ class Cache(Value, dict=True):
         Registered spans, disjoint; kept in order of address. Default: the regions' own spans, overlapping ones merged.
     tp_rank, tp_size : int
         Place in tensor parallelism; decides the heads this rank holds.
-    dcp_size, dcp_interleave, dcp_rank : int
-        Decode context parallelism; only its absence (1, 1) is built so far.
+    dcp_size, dcp_interleave : int
+        Decode context parallelism inside tensor parallelism: ``dcp_size`` divides ``tp_size``, this rank's place is
+        ``tp_rank % dcp_size``. Token t of a ``dcp_sharded`` field is on place ``(t // dcp_interleave) % dcp_size``; a
+        rank keeps its tokens in order, packed.
     dp_rank, dp_size : int
         Place in data parallelism; the balanced election spreads consumers by it.
     instance : str
@@ -59,9 +61,8 @@ class Cache(Value, dict=True):
         self.integers(1, "tp_size", "dcp_size", "dcp_interleave", "dp_size", most=2**31 - 1)
         self.integers(0, "tp_rank", most=self.tp_size - 1)
         self.integers(0, "dp_rank", most=self.dp_size - 1)
-        for name in ("dcp_size", "dcp_interleave"):
-            if getattr(self, name) != 1:
-                self.refuse(name, getattr(self, name), "1: context parallelism is not built yet")
+        if self.tp_size % self.dcp_size:
+            self.refuse("dcp_size", self.dcp_size, f"a divisor of tp_size {self.tp_size}")
         if not isinstance(self.instance, str) or len(self.instance) > 64:
             self.refuse("instance", self.instance, "a string of at most 64 characters")
         self._check_groups()
@@ -87,6 +88,21 @@ class Cache(Value, dict=True):
     def bound(self, group: int) -> int | None:
         """Return what every block id of a group lies below, None for a group without regions."""
         return min((r.num_blocks // r.kernel_blocks for r in self.regions if r.group == group), default=None)
+
+    def payload(self, regions: Sequence[Region], origin: int, stride: int) -> overlap.Int64:
+        """Return the bytes that regions take, as `overlap.pieces` relative to ``origin``.
+
+        ``stride`` is the bytes per block id of each of the regions that has several.
+        """
+        found = []
+        for region in regions:
+            for field in region.fields:
+                axes, nbytes = _fold(self, field)
+                axes = [*axes, (region.block_stride, min(region.kernel_blocks, region.num_blocks))]
+                start = overlap.intervals(field.offset + region.base - origin, axes)
+                count = max(region.num_blocks // region.kernel_blocks, 1)
+                found.append(overlap.pieces(start, np.full(len(start), nbytes, np.int64), stride, count))
+        return np.concatenate(found)
 
     @cached_property
     def overlays(self) -> tuple[int, ...]:
@@ -138,7 +154,7 @@ class Cache(Value, dict=True):
     def _extent(self, field: Field) -> int:
         start, stop = self.shard(field)
         heads = (stop - start - 1) * field.head_stride
-        return field.offset + heads + (field.tokens - 1) * field.token_stride + field.cell_nbytes
+        return field.offset + heads + (field.cells - 1) * field.token_stride + field.cell_nbytes
 
     def _check_groups(self) -> None:
         seen = set()
@@ -149,14 +165,22 @@ class Cache(Value, dict=True):
             if group.state and region.kernel_blocks != 1:
                 region.refuse("kernel_blocks", region.kernel_blocks, "1 in a state group")
             for field in region.fields:
-                tokens = region.kernel_blocks * field.tokens
+                local = region.kernel_blocks * field.tokens
+                tokens = local * (self.dcp_size if field.dcp_sharded else 1)
                 where = f"layer {region.layer!r:.80}, field {field.name!r:.80}"
-                if group.state and field.dcp_sharded:
-                    raise LayoutError(f"{where}: dcp_sharded is True, expected False in a state group")
+                if group.state and (field.dcp_sharded or field.tokens_per_cell != 1):
+                    given = f"dcp_sharded {field.dcp_sharded}, tokens_per_cell {field.tokens_per_cell}"
+                    raise LayoutError(f"{where}: {given}, expected False and 1 in a state group")
                 if not group.state and tokens != group.block_size:
                     raise LayoutError(
-                        f"{where}: {region.kernel_blocks} kernel block(s) of {field.tokens} tokens make {tokens} tokens, "
-                        f"expected block_size {group.block_size} of group {region.group}"
+                        f"{where}: {region.kernel_blocks} kernel block(s) of {field.tokens} tokens on "
+                        f"{tokens // local} context-parallel rank(s) make {tokens} tokens, expected block_size "
+                        f"{group.block_size} of group {region.group}"
+                    )
+                if field.dcp_sharded and local % self.dcp_interleave:
+                    raise LayoutError(
+                        f"{where}: a block holds {local} tokens of a rank, expected a multiple of dcp_interleave "
+                        f"{self.dcp_interleave}"
                     )
                 if (region.layer, field.name) in seen:
                     raise LayoutError(f"{where}: declared twice, expected once")
@@ -225,7 +249,7 @@ def merge(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 def _fold(cache: Cache, field: Field) -> tuple[list[tuple[int, int]], int]:
     start, stop = cache.shard(field)
-    return overlap.fold(field.head_stride, stop - start, field.token_stride, field.tokens, field.cell_nbytes)
+    return overlap.fold(field.head_stride, stop - start, field.token_stride, field.cells, field.cell_nbytes)
 
 
 def _shape(region: Region) -> tuple[Any, ...]:
@@ -255,11 +279,13 @@ def _unite(cache: Cache, cluster: list[int], owner: list[int]) -> None:
     strides = {
         r.block_stride * r.kernel_blocks for rs in members.values() for r in rs if r.num_blocks > r.kernel_blocks
     }
-    places = (
-        {group: _blocks(cache, regions, origin, strides) for group, regions in members.items()}
-        if len(members) > 1
-        else {}
-    )
+    places: dict[int, overlap.Int64] = {}
+    for group, regions in members.items() if len(members) > 1 else ():
+        # Without a common stride there is no common residue: count whole spans as taken.
+        same = len(strides) <= 1
+        places[group] = (
+            cache.payload(regions, origin, max(strides, default=0)) if same else _spans(cache, regions, origin)
+        )
     groups = sorted(places)
     for number, a in enumerate(groups):
         for b in groups[number + 1 :]:
@@ -268,17 +294,7 @@ def _unite(cache: Cache, cluster: list[int], owner: list[int]) -> None:
                 owner[:] = [low if group == high else group for group in owner]
 
 
-def _blocks(cache: Cache, regions: list[Region], origin: int, strides: set[int]) -> overlap.Int64:
-    """Return the pieces of regions at the strides of their block ids, relative to ``origin``."""
-    if len(strides) > 1:  # no common residue: count whole spans as taken
-        spans = [cache.span(region) for region in regions]
-        return np.array([(start - origin, end - origin, 0, 1) for start, end in spans], np.int64)
-    found = []
-    for region in regions:
-        for field in region.fields:
-            axes, nbytes = _fold(cache, field)
-            axes = [*axes, (region.block_stride, min(region.kernel_blocks, region.num_blocks))]
-            start = overlap.intervals(field.offset + region.base - origin, axes)
-            count = max(region.num_blocks // region.kernel_blocks, 1)
-            found.append(overlap.pieces(start, np.full(len(start), nbytes, np.int64), max(strides, default=0), count))
-    return np.concatenate(found)
+def _spans(cache: Cache, regions: list[Region], origin: int) -> overlap.Int64:
+    """Return whole spans as if all of them were taken, relative to ``origin``."""
+    spans = [cache.span(region) for region in regions]
+    return np.array([(start - origin, end - origin, 0, 1) for start, end in spans], np.int64)

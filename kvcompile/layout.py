@@ -53,7 +53,7 @@ class Value(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 class Field(Value):
     """One tensor inside a kernel block, with axes [heads, tokens, bytes of a cell].
 
-    Byte ``c`` of (local head ``h``, token ``n``) lies at ``offset + h*head_stride + n*token_stride + c`` of its kernel block.
+    Byte ``c`` of (local head ``h``, cell ``n``) lies at ``offset + h*head_stride + n*token_stride + c`` of its kernel block.
 
     Parameters
     ----------
@@ -71,6 +71,8 @@ class Field(Value):
         Every rank holds all heads (MLA latent, an indexer each rank keeps whole).
     dcp_sharded : bool
         Decode context parallelism divides the tokens.
+    tokens_per_cell : int
+        Tokens that one cell covers (compressed caches); divides ``tokens``, never together with ``dcp_sharded``.
 
     Raises
     ------
@@ -87,25 +89,35 @@ class Field(Value):
     token_stride: int
     replicated: bool = False
     dcp_sharded: bool = False
+    tokens_per_cell: int = 1
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
             self.refuse("name", self.name, "a non-empty string")
-        self.integers(1, "heads", "tokens", "cell_nbytes")
+        self.integers(1, "heads", "tokens", "cell_nbytes", "tokens_per_cell")
         self.integers(0, "offset", "head_stride", "token_stride")
         self.flags("replicated", "dcp_sharded")
+        if self.tokens % self.tokens_per_cell or (self.dcp_sharded and self.tokens_per_cell != 1):
+            expected = f"a divisor of tokens {self.tokens}, and 1 where dcp_sharded"
+            self.refuse("tokens_per_cell", self.tokens_per_cell, expected)
+
+    @property
+    def cells(self) -> int:
+        """Cells of one head in a kernel block: the token axis."""
+        return self.tokens // self.tokens_per_cell
 
     @classmethod
-    def hnd(cls, name: str, *, heads: int, tokens: int, cell_nbytes: int, offset: int = 0, **flags: bool) -> "Field":
+    def hnd(cls, name: str, *, heads: int, tokens: int, cell_nbytes: int, offset: int = 0, **flags: int) -> "Field":
         """Make a field in [head, token, byte] order, contiguous.
 
         Parameters and errors as for `Field`; the strides follow: a head after ``tokens`` cells, a token after one.
         """
-        return cls(name, heads, tokens, cell_nbytes, offset, tokens * cell_nbytes, cell_nbytes, **flags)
+        cells = tokens // max(flags.get("tokens_per_cell", 1), 1)
+        return cls(name, heads, tokens, cell_nbytes, offset, cells * cell_nbytes, cell_nbytes, **flags)
 
     @classmethod
     def nhd(
-        cls, name: str, *, heads: int, local_heads: int, tokens: int, cell_nbytes: int, offset: int = 0, **flags: bool
+        cls, name: str, *, heads: int, local_heads: int, tokens: int, cell_nbytes: int, offset: int = 0, **flags: int
     ) -> "Field":
         """Make a field in [token, head, byte] order, contiguous.
 
@@ -199,6 +211,8 @@ class Group(Value):
 class Buffer(Value):
     """One registered span of memory, ``nbytes`` from address ``base``; its end lies below 2**64.
 
+    ``chunk_nbytes``, if given: it is registered in pieces of that size from its base, and no descriptor crosses an edge.
+
     Raises
     ------
     LayoutError
@@ -207,10 +221,13 @@ class Buffer(Value):
 
     base: int
     nbytes: int
+    chunk_nbytes: int | None = None
 
     def __post_init__(self) -> None:
         self.integers(0, "base", most=2**64 - 1)
         self.integers(1, "nbytes", most=2**64 - 1)
+        if self.chunk_nbytes is not None:
+            self.integers(1, "chunk_nbytes")
         if self.end >= 2**64:
             self.refuse("base", self.base, f"an end below 2**64 with nbytes {self.nbytes}")
 

@@ -1,8 +1,10 @@
 """Lower two caches to the table of slices: what one src rank sends to one dst rank. It knows no request and no kernel.
 
-The steps: for each (layer, field) that both caches hold, walk the elected cells of one period (`_cells`), join the ones
-that touch on both sides (`_join`), shift the result to each layer's own origin, and join again across fields, layers
-and regions. A period is the least number of tokens after which both sides are at the start of a block.
+The steps: for each (layer, field) that both caches hold, walk the elected cells of one period (`_cells`) and join what
+touches on both sides (`join`); gather the fields that may touch each other into clusters, join again across fields,
+layers and regions, and fold pieces that repeat at even distances (`strided.fold`). Equal geometries and equal clusters
+are lowered once, and shifted to each layer's own origin. A period is the least number of tokens after which both sides
+are at the start of a block.
 """
 
 import math
@@ -12,37 +14,19 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvcompile import topology
+from kvcompile import bridge, strided, topology
 from kvcompile.cache import Cache
 from kvcompile.errors import LayoutError
 from kvcompile.layout import Field, Region
+from kvcompile.table import JOINED, TABLE, join
 
-__all__ = ["TABLE", "GroupPair", "lower", "periods"]
+__all__ = ["GroupPair", "lower", "periods"]
 
 Int64 = npt.NDArray[np.int64]
-
-TABLE = np.dtype(
-    [
-        ("src_group", np.int64),
-        ("src_origin", np.uint64),
-        ("src_stride", np.int64),
-        ("src_step", np.int64),
-        ("src_phase", np.int64),
-        ("dst_group", np.int64),
-        ("dst_origin", np.uint64),
-        ("dst_stride", np.int64),
-        ("dst_step", np.int64),
-        ("dst_phase", np.int64),
-        ("length", np.uint64),
-    ]
-)
-"""One row a slice: for every period q, ``length`` bytes from ``src_origin + src_ids[q*src_step + src_phase]*src_stride``
-to ``dst_origin + dst_ids[q*dst_step + dst_phase]*dst_stride``. Bytes; strides are per block id."""
+Pieces = npt.NDArray[np.void]
 
 MAX_CELLS = 1 << 24
 """Cells in one period of one field: beyond it the block sizes have no useful common period, and lowering would not end."""
-
-_JOINED = np.dtype([*TABLE.descr, ("src_buffer", np.int64), ("dst_buffer", np.int64)])
 
 
 class GroupPair(NamedTuple):
@@ -60,14 +44,60 @@ class _Place(NamedTuple):
     field: Field
 
     @property
-    def key(self) -> tuple[object, ...]:
-        """All that the cells' offsets depend on."""
+    def geometry(self) -> tuple[object, ...]:
+        """All that the cells' offsets depend on, within one cache."""
         return self.field, self.region.block_stride, self.region.kernel_blocks
 
     @property
-    def rows(self) -> int:
-        """Cells along the token axis in one block id."""
+    def tokens(self) -> int:
+        """Tokens of one block id that this rank holds; rows of state in a state group."""
         return self.region.kernel_blocks * self.field.tokens
+
+    @property
+    def dcp(self) -> int:
+        """Context-parallel ranks that the tokens are divided among."""
+        return self.cache.dcp_size if self.field.dcp_sharded else 1
+
+    @property
+    def dcp_place(self) -> int:
+        return self.cache.tp_rank % self.dcp
+
+    @property
+    def buffer(self) -> int:
+        return self.cache.buffer_of(self.region.base + self.field.offset)
+
+    @property
+    def stride(self) -> int:
+        """Bytes from one block id to the next."""
+        return self.region.block_stride * self.region.kernel_blocks
+
+
+class _Walked(NamedTuple):
+    """The pieces of one geometry, relative to the regions' bases, and the src bytes they take in two periods."""
+
+    key: tuple[object, ...]
+    pieces: Pieces
+    hull: tuple[int, int]
+
+
+class _Pair(NamedTuple):
+    """A field on both sides, and what was walked of it."""
+
+    src: _Place
+    dst: _Place
+    walked: _Walked
+
+    @property
+    def hull(self) -> tuple[int, int]:
+        """Range of src addresses that the pieces take with ids 0, 1, 2, ... in two periods."""
+        start, stop = self.walked.hull
+        return self.src.region.base + start, self.src.region.base + stop
+
+    @property
+    def kind(self) -> tuple[int, ...]:
+        """Pieces of different kinds never join."""
+        a, b = self.src, self.dst
+        return a.region.group, b.region.group, a.buffer, b.buffer, a.stride, b.stride
 
 
 def periods(src_block_size: int, dst_block_size: int, state: bool) -> tuple[int, int]:
@@ -79,8 +109,8 @@ def periods(src_block_size: int, dst_block_size: int, state: bool) -> tuple[int,
 
 
 def lower(
-    src: Cache, dst: Cache, election: str, layers: Collection[str | int] | None
-) -> tuple[npt.NDArray[np.void], tuple[GroupPair, ...]]:
+    src: Cache, dst: Cache, election: str, layers: Collection[str | int] | None = None, bridge_padding: bool = False
+) -> tuple[Pieces, tuple[GroupPair, ...]]:
     """Lower a pair of caches to its table.
 
     Parameters
@@ -91,10 +121,12 @@ def lower(
         One of `topology.ELECTIONS`.
     layers : collection of layer names, optional
         Only these.
+    bridge_padding : bool
+        Copy padding along where that saves descriptors and harms nothing (`bridge`).
 
     Returns
     -------
-    table : structured array [rows] of `TABLE`
+    table : structured array [rows] of `table.TABLE`
         In the order dst group, src group, src phase, dst phase, src buffer, src_origin.
     pairs : tuple of GroupPair
         By dst group, then src group.
@@ -102,21 +134,27 @@ def lower(
     Raises
     ------
     LayoutError
-        A layer that both hold, with other fields, heads, cell bytes, rows of state or state flags.
+        A layer that both hold, with other fields, heads, cell bytes, tokens of a cell, rows of state or state flags.
     """
     src_places, dst_places = _places(src, layers), _places(dst, layers)
-    shared = [layer for layer in dst_places if layer in src_places]
-    lowered: dict[tuple[object, ...], npt.NDArray[np.void]] = {}  # each distinct geometry once
-    found = []
+    walked: dict[tuple[object, ...], _Walked] = {}
+    found: dict[tuple[int, ...], list[_Pair]] = {}
     pairs = set()
-    for layer in shared:
+    for layer in (layer for layer in dst_places if layer in src_places):
         for a, b in _match(layer, src_places[layer], dst_places[layer]):
             pairs.add(GroupPair(a.region.group, b.region.group))
-            key = (a.key, b.key)
-            if key not in lowered:
-                lowered[key] = _join(_cells(a, b, election))
-            found.append(_place(lowered[key], a, b))
-    table = _join(np.concatenate(found)) if found else np.empty(0, _JOINED)
+            key = (a.geometry, b.geometry)
+            if key not in walked:
+                walked[key] = _walk(key, a, b, election)
+            if len(walked[key].pieces):
+                pair = _Pair(a, b, walked[key])
+                found.setdefault(pair.kind, []).append(pair)
+    rows = []
+    folded: dict[tuple[object, ...], Pieces] = {}
+    for same_kind in found.values():
+        for cluster in _clusters(same_kind, whole=bridge_padding):
+            rows.append(_lower_cluster(cluster, folded, bridge_padding))
+    table = np.concatenate(rows) if rows else np.empty(0, JOINED)
     keys = ("dst_origin", "src_origin", "src_buffer", "dst_phase", "src_phase", "src_group", "dst_group")
     table = table[np.lexsort([table[key] for key in keys])]
     ordered = sorted(pairs, key=lambda pair: (pair.dst_group, pair.src_group))
@@ -134,101 +172,124 @@ def _places(cache: Cache, layers: Collection[str | int] | None) -> dict[str | in
 
 def _match(layer: str | int, src: dict[str, _Place], dst: dict[str, _Place]) -> list[tuple[_Place, _Place]]:
     """Pair the fields of a layer by name; what is paired must be the same tensor."""
-    if set(src) != set(dst):
-        raise LayoutError(
-            f"layer {layer!r}: src has fields {sorted(src)}, dst has {sorted(dst)}, expected the same names"
-        )
+    if src.keys() != dst.keys():
+        names = f"src has fields {sorted(src)}, dst has {sorted(dst)}"
+        raise LayoutError(f"layer {layer!r}: {names}, expected the same names")
+    matched = []
     for name, a in src.items():
         b = dst[name]
         state = a.cache.groups[a.region.group].state, b.cache.groups[b.region.group].state
-        values = {
-            "state": state,
-            "heads": (a.field.heads, b.field.heads),
-            "cell_nbytes": (a.field.cell_nbytes, b.field.cell_nbytes),
-            "rows of state (tokens)": (a.field.tokens, b.field.tokens) if all(state) else (0, 0),
-        }
-        for what, (given, expected) in values.items():
-            if given != expected:
-                raise LayoutError(
-                    f"layer {layer!r}, field {name!r}: {what} is {given} on src and {expected} on dst, expected the same"
-                )
-    return [(a, dst[name]) for name, a in src.items()]
+        for what, values in (
+            ("state", state),
+            ("heads", (a.field.heads, b.field.heads)),
+            ("cell_nbytes", (a.field.cell_nbytes, b.field.cell_nbytes)),
+            ("tokens_per_cell", (a.field.tokens_per_cell, b.field.tokens_per_cell)),
+            ("rows of state (tokens)", (a.field.tokens, b.field.tokens) if all(state) else (0, 0)),
+        ):
+            if values[0] != values[1]:
+                given = f"{what} is {values[0]} on src and {values[1]} on dst"
+                raise LayoutError(f"layer {layer!r}, field {name!r}: {given}, expected the same")
+        matched.append((a, b))
+    return matched
 
 
-def _cells(src: _Place, dst: _Place, election: str) -> npt.NDArray[np.void]:
-    """Walk the cells of one period that this src rank is elected to send; origins are relative to the regions' bases."""
-    field = src.field
-    heads = _elected_heads(src, dst, election)
-    # A period of state is its rows; of tokens, the common period of the two block sizes.
-    tokens = math.lcm(src.rows, dst.rows)
-    if len(heads) * tokens > MAX_CELLS:
+def _walk(key: tuple[object, ...], src: _Place, dst: _Place, election: str) -> _Walked:
+    pieces = join(_cells(src, dst, election))
+    if not len(pieces):
+        return _Walked(key, pieces, (0, 0))
+    begin = pieces["src_origin"] + pieces["src_phase"].astype(np.uint64) * np.uint64(src.stride)
+    end = int((begin + pieces["length"]).max()) + int(pieces["src_step"][0]) * src.stride
+    return _Walked(key, pieces, (int(begin.min()), end))
+
+
+def _cells(src: _Place, dst: _Place, election: str) -> Pieces:
+    """Walk the cells of one period that this src rank is elected to send; origins are relative to the regions' bases.
+
+    Token t of a context-parallel field is on place ``t // interleave % size``, there number
+    ``t // (interleave*size) * interleave + t % interleave`` (design.md section 3).
+    """
+    heads, part, parts = _elected_heads(src, dst, election)
+    period = math.lcm(src.tokens * src.dcp, dst.tokens * dst.dcp)
+    per_cell = src.field.tokens_per_cell
+    if len(heads) * (period // per_cell) > MAX_CELLS:
         raise LayoutError(
-            f"layer {src.region.layer!r}, field {field.name!r}: blocks of {src.rows} and {dst.rows} tokens make "
-            f"{len(heads) * tokens} cells in a period, expected at most {MAX_CELLS}"
+            f"layer {src.region.layer!r}, field {src.field.name!r}: blocks of {src.tokens * src.dcp} and "
+            f"{dst.tokens * dst.dcp} tokens make {len(heads) * (period // per_cell)} cells in a period, expected at most "
+            f"{MAX_CELLS}"
         )
-    token = np.arange(tokens, dtype=np.int64)
-    cells = np.zeros((len(heads), tokens), _JOINED)
-    cells["length"] = field.cell_nbytes
+    token = np.arange(0, period if len(heads) else 0, per_cell, dtype=np.int64)
+    for place in (src, dst):
+        if place.dcp > 1:
+            token = token[token // place.cache.dcp_interleave % place.dcp == place.dcp_place]
+    cells = np.zeros((len(heads), len(token)), JOINED)
+    cells["length"], cells["count"] = src.field.cell_nbytes, 1
+    cells["part"], cells["parts"] = part[:, None], parts[:, None]
     for side, place in (("src", src), ("dst", dst)):
-        phase, row = np.divmod(token, place.rows)
-        kernel_block, row = np.divmod(row, place.field.tokens)
-        local = heads - place.cache.shard(place.field)[0]
-        in_block = kernel_block * place.region.block_stride + row * place.field.token_stride
-        offset = place.field.offset + local[:, None] * place.field.head_stride + in_block
+        interleave = place.cache.dcp_interleave
+        local = token if place.dcp == 1 else token // (interleave * place.dcp) * interleave + token % interleave
+        phase, local = np.divmod(local, place.tokens)
+        kernel_block, local = np.divmod(local, place.field.tokens)
+        local_head = heads - place.cache.shard(place.field)[0]
+        in_block = kernel_block * place.region.block_stride + local // per_cell * place.field.token_stride
+        offset = place.field.offset + local_head[:, None] * place.field.head_stride + in_block
         cells[f"{side}_phase"] = phase
         cells[f"{side}_origin"] = offset.astype(np.uint64)
-        cells[f"{side}_step"] = tokens // place.rows
-        cells[f"{side}_stride"] = place.region.block_stride * place.region.kernel_blocks
+        cells[f"{side}_step"] = period // (place.tokens * place.dcp)
+        cells[f"{side}_stride"] = place.stride
     return cells.ravel()
 
 
-def _elected_heads(src: _Place, dst: _Place, election: str) -> Int64:
-    """Return the heads that this src rank sends to this dst rank, ascending."""
+def _elected_heads(src: _Place, dst: _Place, election: str) -> tuple[Int64, Int64, Int64]:
+    """Return the heads that this src rank sends to this dst rank, ascending, and its part of how many parts."""
     src_start, src_stop = src.cache.shard(src.field)
     dst_start, dst_stop = dst.cache.shard(dst.field)
     heads = np.arange(max(src_start, dst_start), min(src_stop, dst_stop), dtype=np.int64)
-    sender = topology.elected(
-        heads,
-        src.field.heads,
-        election,
-        src.cache.tp_size,
-        src.field.replicated,
-        dst.cache.tp_rank,
-        dst.cache.tp_size,
-        dst.field.replicated,
-        dst.cache.dp_rank,
-        dst.cache.dp_size,
+    first, step, count = topology.candidates(
+        heads, src.field.heads, src.cache.tp_size, src.field.replicated, src.dcp_place, src.dcp
     )
-    return heads[sender == src.cache.tp_rank]
+    consumer = topology.Consumer(
+        dst.cache.tp_rank, dst.cache.tp_size, dst.field.replicated, dst.cache.dp_rank, dst.cache.dp_size
+    )
+    first, parts = topology.elect(election, heads, src.field.heads, first, step, count, src.cache.tp_size, consumer)
+    part = (src.cache.tp_rank - first) // step
+    mine = (part >= 0) & (part < parts)
+    return heads[mine], part[mine], parts[mine]
 
 
-def _place(pieces: npt.NDArray[np.void], src: _Place, dst: _Place) -> npt.NDArray[np.void]:
-    """Shift pieces to the regions' own bases."""
-    placed = pieces.copy()
-    for side, place in (("src", src), ("dst", dst)):
-        placed[f"{side}_origin"] += np.uint64(place.region.base)
-        placed[f"{side}_group"] = place.region.group
-        placed[f"{side}_buffer"] = place.cache.buffer_of(place.cache.span(place.region)[0])
-    return placed
+def _clusters(same_kind: list[_Pair], whole: bool) -> list[list[_Pair]]:
+    """Split pairs of one kind where nothing of theirs can touch on src: there their hulls leave a gap."""
+    clusters: list[list[_Pair]] = []
+    reach = -1
+    for pair in sorted(same_kind, key=lambda pair: pair.hull):
+        start, stop = pair.hull
+        if start > reach and not (whole and clusters):
+            clusters.append([])
+        clusters[-1].append(pair)
+        reach = max(reach, stop)
+    return clusters
 
 
-def _join(pieces: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
-    """Join the pieces that touch on both sides, where all else is equal.
+def _lower_cluster(cluster: list[_Pair], folded: dict[tuple[object, ...], Pieces], bridge_padding: bool) -> Pieces:
+    """Join and fold the pieces of a cluster, or shift the result of an equal one."""
+    src, dst = cluster[0].src, cluster[0].dst
+    shifts = [(pair.src.region.base - src.region.base, pair.dst.region.base - dst.region.base) for pair in cluster]
+    key = tuple((*pair.walked.key, *shift) for pair, shift in zip(cluster, shifts, strict=True))
+    if bridge_padding or key not in folded:
+        pieces = [_shift(pair.walked.pieces, *shift) for pair, shift in zip(cluster, shifts, strict=True)]
+        joined = pieces[0] if len(pieces) == 1 else join(np.concatenate(pieces))
+        if bridge_padding:
+            joined = _shift(joined, src.region.base, dst.region.base)
+            joined = bridge.bridge(joined, src.cache, dst.cache, src.region.group, dst.region.group)
+            joined = _shift(joined, -src.region.base, -dst.region.base)
+        folded[key] = strided.fold(joined)
+    rows = _shift(folded[key], src.region.base, dst.region.base)
+    rows["src_group"], rows["dst_group"] = src.region.group, dst.region.group
+    rows["src_buffer"], rows["dst_buffer"] = src.buffer, dst.buffer
+    return rows
 
-    Law: pieces that touch on both sides lie on one diagonal (dst - src), so after sorting by diagonal and src they are
-    neighbours, whatever lies between them in memory.
-    """
-    if len(pieces) < 2:
-        return pieces
-    same = [name for name in _JOINED.names or () if name not in ("src_origin", "dst_origin", "length")]
-    diagonal = pieces["dst_origin"] - pieces["src_origin"]
-    order = np.lexsort([pieces["src_origin"], diagonal, *(pieces[name] for name in same)])
-    pieces, diagonal = pieces[order], diagonal[order]
-    before, after = pieces[:-1], pieces[1:]
-    opens = (diagonal[1:] != diagonal[:-1]) | (before["src_origin"] + before["length"] != after["src_origin"])
-    for name in same:
-        opens |= before[name] != after[name]
-    first = np.flatnonzero(np.concatenate([[True], opens]))
-    joined = pieces[first]
-    joined["length"] = np.add.reduceat(pieces["length"], first)
-    return joined
+
+def _shift(pieces: Pieces, src: int, dst: int) -> Pieces:
+    shifted = pieces.copy()
+    shifted["src_origin"] += np.uint64(src % 2**64)
+    shifted["dst_origin"] += np.uint64(dst % 2**64)
+    return shifted

@@ -52,17 +52,18 @@ def pieces(start: Int64, nbytes: Int64, stride: int, count: int) -> Int64:
     Returns
     -------
     int64 array [m, 4]
-        lo, hi (bytes, within one stride), first, last (levels). Intervals that cross a multiple of the stride make two.
+        lo, hi (bytes, within one stride), first, last (levels). An interval that crosses a multiple of the stride makes
+        two, one that covers whole strides three. A stride of 0 stands for none: all in level 0.
     """
-    if count == 1 or stride == 0:
+    if stride == 0:
         level = np.zeros_like(start)
         return np.stack([start, start + nbytes, level, level + count], axis=1)
-    level, lo = np.divmod(start, stride)
-    hi = lo + nbytes
-    whole = np.stack([lo, np.minimum(hi, stride), level, level + count], axis=1)
-    wraps = hi > stride
-    rest = np.stack([np.zeros_like(lo), hi - stride, level + 1, level + 1 + count], axis=1)[wraps]
-    return np.concatenate([whole, rest])
+    (level, lo), (end_level, hi) = np.divmod(start, stride), np.divmod(start + nbytes, stride)
+    here = np.where(end_level == level, hi, stride)
+    head = np.stack([lo, here, level, level + count], axis=1)
+    body = np.stack([np.zeros_like(lo), np.full_like(lo, stride), level + 1, end_level - 1 + count], axis=1)
+    tail = np.stack([np.zeros_like(lo), hi, end_level, end_level + count], axis=1)
+    return np.concatenate([head, body[end_level > level + 1], tail[(end_level > level) & (hi > 0)]])
 
 
 def collide(rectangles: Int64) -> bool:

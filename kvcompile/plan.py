@@ -14,6 +14,7 @@ from kvcompile.kernels import item
 from kvcompile.lowering import GroupPair
 from kvcompile.program import Side, assemble, fault
 from kvcompile.request import Request, gather
+from kvcompile.table import TABLE
 
 __all__ = ["Plan", "compile"]
 
@@ -21,7 +22,12 @@ Int64 = npt.NDArray[np.int64]
 
 
 def compile(  # noqa: A001 (the field's word)
-    src: Cache, dst: Cache, *, election: str = "nearest", layers: Iterable[str | int] | None = None
+    src: Cache,
+    dst: Cache,
+    *,
+    election: str = "nearest",
+    layers: Iterable[str | int] | None = None,
+    bridge_padding: bool = False,
 ) -> "Plan":
     """Compile what one src rank sends to one dst rank.
 
@@ -29,11 +35,14 @@ def compile(  # noqa: A001 (the field's word)
     ----------
     src, dst : Cache
         One rank of each side.
-    election : "nearest" or "balanced"
-        Which of several src ranks that hold a head sends it: the lowest one paired with the dst rank, or one by turns
-        over all consumers. Both sides compute it from sizes and ranks alone.
+    election : "nearest", "balanced" or "striped"
+        Which of several src ranks that hold a head sends it: the lowest one paired with the dst rank, one by turns
+        over all consumers, or all that are paired, each a part of the blocks. Both sides compute it from sizes and ranks
+        alone.
     layers : iterable of layer names, optional
         Only these, for layer-wise senders.
+    bridge_padding : bool
+        Copy padding along where it is the same on both sides and no field lies in it: fewer descriptors, more bytes.
 
     Returns
     -------
@@ -60,7 +69,7 @@ def compile(  # noqa: A001 (the field's word)
         unknown = chosen - {region.layer for cache in (src, dst) for region in cache.regions}
         if unknown:
             raise ValueError(f"layers: neither side holds {sorted(map(repr, unknown))[:5]}")
-    table, pairs = lowering.lower(src, dst, election, chosen)
+    table, pairs = lowering.lower(src, dst, election, chosen, bridge_padding)
     return Plan(table, pairs, Side.of(src), Side.of(dst))
 
 
@@ -69,7 +78,7 @@ class Plan:
 
     Attributes
     ----------
-    table : structured array [rows] of `lowering.TABLE`, read-only
+    table : structured array [rows] of `TABLE`, read-only
         One row a slice, in the order dst group, src group, src phase, dst phase, src buffer, src_origin.
     pairs : tuple of GroupPair
         The groups that share a layer, elected or not.
@@ -97,13 +106,11 @@ class Plan:
         Raises
         ------
         ValueError
-            Not a 1-D array of `lowering.TABLE`.
+            Not a 1-D array of `TABLE`.
         """
-        if not isinstance(table, np.ndarray) or table.dtype != lowering.TABLE or table.ndim != 1:
-            raise ValueError(
-                f"table is {getattr(table, 'dtype', type(table))}, expected a 1-D array of {lowering.TABLE}"
-            )
-        plan = Plan(np.empty(0, lowering.TABLE), self.pairs, self.src, self.dst)
+        if not isinstance(table, np.ndarray) or table.dtype != TABLE or table.ndim != 1:
+            raise ValueError(f"table is {getattr(table, 'dtype', type(table))}, expected a 1-D array of {TABLE}")
+        plan = Plan(np.empty(0, TABLE), self.pairs, self.src, self.dst)
         plan.table = table.copy()
         plan.table.flags.writeable = False
         plan._fault = fault(plan.table, self.pairs, self.src, self.dst)

@@ -3,12 +3,14 @@
 All answers are half-open ranges, since ranks that hold a head are always neighbours.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["ELECTIONS", "elected", "holders", "paired", "shard"]
+__all__ = ["ELECTIONS", "Consumer", "candidates", "elect", "holders", "paired", "shard"]
 
-ELECTIONS = ("nearest", "balanced")
+ELECTIONS = ("nearest", "balanced", "striped")
 
 Ranks = npt.NDArray[np.int64]
 
@@ -64,40 +66,64 @@ def paired(dst_rank: int, src_size: int, dst_size: int) -> tuple[int, int]:
     return rank, rank + 1
 
 
-def elected(
-    head: Ranks,
-    heads: int,
-    election: str,
-    src_size: int,
-    src_replicated: bool,
-    dst_rank: int,
-    dst_size: int,
-    dst_replicated: bool,
-    dp_rank: int = 0,
-    dp_size: int = 1,
-) -> Ranks:
-    """Return, for each head that a dst rank holds, the one src rank that sends it.
+def candidates(
+    head: Ranks, heads: int, size: int, replicated: bool, place: int = 0, places: int = 1
+) -> tuple[Ranks, int, Ranks]:
+    """Return, for each head, the ranks that hold it at one context-parallel place: every ``places``-th of its holders.
+
+    Returns
+    -------
+    first : int64 array [n]
+    step : int
+    count : int64 array [n]
+        The ranks ``first + step*k`` for k below ``count``.
+    """
+    start, stop = holders(head, heads, size, replicated)
+    first = start + (place - start) % places
+    return first, places, np.maximum(0, -(-(stop - first) // places))
+
+
+class Consumer(NamedTuple):
+    """The place of a dst rank."""
+
+    rank: int
+    size: int
+    replicated: bool = False
+    dp_rank: int = 0
+    dp_size: int = 1
+
+
+def elect(
+    election: str, head: Ranks, heads: int, first: Ranks, step: int, count: Ranks, src_size: int, dst: Consumer
+) -> tuple[Ranks, Ranks]:
+    """Return, for each head that a dst rank holds, the src ranks that send it, among the candidates given.
 
     Both sides compute the same answer without talking (design.md section 4).
 
     Parameters
     ----------
+    election : str
+        ``nearest``: the lowest candidate paired with the dst rank, else the lowest. ``balanced``: of R candidates, consumer
+        ``c`` of the ``dp_size*C`` that want the head takes number ``c*R//(dp_size*C)``. ``striped``: all that are paired,
+        or all if none is, each a part.
     head : int64 array [n]
         Head numbers; the dst rank holds each of them.
-    election : "nearest" or "balanced"
-        ``nearest``: the lowest paired holder, else the lowest holder. ``balanced``: consumer ``c`` of the ``dp_size*C``
-        that want the head takes replica ``c*R//(dp_size*C)`` of the R holders.
+    first, step, count : see `candidates`
 
     Returns
     -------
-    int64 array [n]
+    first : int64 array [n]
+    senders : int64 array [n]
+        The ranks ``first + step*k`` for k below ``senders`` send part k each.
     """
-    start, stop = holders(head, heads, src_size, src_replicated)
-    if election == "nearest":
-        pair_start, pair_stop = paired(dst_rank, src_size, dst_size)
-        lowest = np.maximum(start, pair_start)
-        return np.where(lowest < np.minimum(stop, pair_stop), lowest, start)
-    first, last = holders(head, heads, dst_size, dst_replicated)
-    consumers = last - first
-    number = dp_rank * consumers + (dst_rank - first)
-    return start + number * (stop - start) // (dp_size * consumers)
+    if election == "balanced":
+        start, stop = holders(head, heads, dst.size, dst.replicated)
+        consumers = dst.dp_size * (stop - start)
+        number = dst.dp_rank * (stop - start) + (dst.rank - start)
+        return first + step * (number * count // consumers), np.minimum(count, 1)
+    start, stop = paired(dst.rank, src_size, dst.size)
+    lowest = first + step * np.maximum(0, -(-(start - first) // step))
+    both = np.minimum(-(-(stop - lowest) // step), count - (lowest - first) // step)
+    any_paired = both > 0
+    senders = np.where(any_paired, both, count)
+    return np.where(any_paired, lowest, first), senders if election == "striped" else np.minimum(senders, 1)
