@@ -4,6 +4,7 @@ It takes the table as given and makes no use of layouts beyond their buffers; wh
 oracle's question.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -28,6 +29,12 @@ class Row(NamedTuple):
     dst_step: int
     dst_phase: int
     length: int
+    count: int
+    src_inner: int
+    dst_inner: int
+    part: int
+    parts: int
+    tail: int
     src_buffer: int
     dst_buffer: int
 
@@ -47,12 +54,12 @@ class Row(NamedTuple):
         )
 
     def end(self) -> tuple[int, int]:
-        """Where it ends on both sides in period 0."""
+        """Where it ends on both sides in period 0, the padding that may be copied along included."""
         src, dst = self.begin(0)
-        return (src + self.length) % WORD, (dst + self.length) % WORD
+        return (src + self.length + self.tail) % WORD, (dst + self.length + self.tail) % WORD
 
 
-COLUMNS = Row._fields[:11]
+COLUMNS = Row._fields[:17]
 
 
 def buffer_of(cache: Cache, start: int, length: int) -> int:
@@ -79,36 +86,53 @@ def rows(plan: Plan, src: Cache, dst: Cache) -> list[Row]:
 def lanes(table: list[Row]) -> list[list[Row]]:
     """Split rows into lanes: components of "ends on both sides where the other begins, now or a period later"."""
     starts = defaultdict(set)
-    for index, row in enumerate(table):
+    single = [index for index, row in enumerate(table) if row.count == 1]  # the others stand alone by definition
+    for index in single:
         for period in (0, 1):
-            starts[row.kind, row.begin(period)].add(index)
+            starts[table[index].kind, table[index].begin(period)].add(index)
     lane = list(range(len(table)))
-    for index, row in enumerate(table):
-        for other in starts[row.kind, row.end()]:
+    for index in single:
+        for other in starts[table[index].kind, table[index].end()]:
             low, high = sorted((lane[index], lane[other]))
             lane = [low if number == high else number for number in lane]
     return [[row for row, number in zip(table, lane, strict=True) if number == one] for one in sorted(set(lane))]
 
 
-def pieces(row: Row, request: Request, src: Cache, dst: Cache) -> dict[int, tuple[int, int, int]]:
-    """{period: (src, dst, length)} of a row: one piece for each pair of given blocks that are not null."""
+def share(row: Row, left: list[tuple[int, int]], right: list[tuple[int, int]], sizes: tuple[int, int]) -> range:
+    """Periods that a row's part of the overlap takes: of the Q from q0 on, [q0 + part*Q//parts, q0 + (part+1)*Q//parts)."""
+    if not left or not right:
+        return range(0)
+    start = max(left[0][0] * sizes[0], right[0][0] * sizes[1])
+    stop = min((left[-1][0] + 1) * sizes[0], (right[-1][0] + 1) * sizes[1])
+    period = math.lcm(*sizes)
+    first, last = start // period, -(-stop // period)
+    return range(*(first + part * (last - first) // row.parts for part in (row.part, row.part + 1)))
+
+
+def pieces(row: Row, request: Request, src: Cache, dst: Cache) -> dict[int, list[tuple[int, int, int]]]:
+    """{period: [(src, dst, length)]} of a row: ``count`` pieces for each pair of given blocks that are not null."""
     left, right, _ = oracle.place(request, src, dst, (row.src_group, row.dst_group))
     src_group, dst_group = src.groups[row.src_group], dst.groups[row.dst_group]
+    sizes = (src_group.block_size, dst_group.block_size)
     src_step, src_phase, dst_step, dst_phase = row.src_step, row.src_phase, row.dst_step, row.dst_phase
     if dst_group.state:  # a block is one unit whatever the block sizes
-        src_step, src_phase, dst_step, dst_phase = 1, 0, 1, 0
+        src_step, src_phase, dst_step, dst_phase, sizes = 1, 0, 1, 0, (1, 1)
     sources = dict(left)
+    mine = share(row, left, right, sizes)
     found = {}
     for position, dst_block in right:
         period, phase = divmod(position, dst_step)
         src_block = sources.get(period * src_step + src_phase)
         if phase != dst_phase or src_block in (None, src_group.null_block) or dst_block == dst_group.null_block:
             continue
-        found[period] = (
-            (row.src_origin + src_block * row.src_stride) % WORD,
-            (row.dst_origin + dst_block * row.dst_stride) % WORD,
-            row.length,
-        )
+        if period not in mine:
+            continue
+        source = row.src_origin + src_block * row.src_stride
+        target = row.dst_origin + dst_block * row.dst_stride
+        found[period] = [
+            ((source + k * row.src_inner) % WORD, (target + k * row.dst_inner) % WORD, row.length)
+            for k in range(row.count)
+        ]
     return found
 
 
@@ -118,12 +142,16 @@ def emission(table: list[Row], request: Request, src: Cache, dst: Cache) -> list
     for lane in lanes(table):
         of_row = [pieces(row, request, src, dst) for row in lane]
         merged: list[tuple[int, int, int]] = []
+        tail = 0  # what the piece before allows to be copied along
         for period in sorted(set().union(*of_row)):
-            for piece in (row[period] for row in of_row if period in row):
-                if merged and merged[-1][0] + merged[-1][2] == piece[0] and merged[-1][1] + merged[-1][2] == piece[1]:
-                    merged[-1] = (merged[-1][0], merged[-1][1], merged[-1][2] + piece[2])
-                else:
-                    merged.append(piece)
+            for row, own in zip(lane, of_row, strict=True):
+                for piece in own.get(period, []):
+                    ends = () if not merged else (sum(merged[-1][::2]) + tail, sum(merged[-1][1:]) + tail)
+                    if ends == piece[:2]:
+                        merged[-1] = (*merged[-1][:2], merged[-1][2] + tail + piece[2])
+                    else:
+                        merged.append(piece)
+                    tail = row.tail
         found.append(merged)
     return found
 

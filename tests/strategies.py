@@ -145,7 +145,7 @@ def layer_style(draw: Draw, family: Family, block_size: int, kernel_blocks: int 
         tuple(part for part in parts if part),
         shape,
         tuple(nhd ^ (mixed and bool(index % 2)) for index in range(count)),
-        tuple(draw(st.lists(st.sampled_from([0, 0, 0, 1, 5]), min_size=count, max_size=count))),
+        tuple(draw(st.integers(0, 2)) and draw(st.sampled_from([0, 0, 0, 1, 5])) for _ in range(count)),
     )
 
 
@@ -170,9 +170,9 @@ def side(draw: Draw, model: tuple[Family, ...], sizes: tuple[int, ...], tp: int)
             families=tuple(group),
             block_size=sizes[group[0]],
             null=draw(st.sampled_from([None, None, 0, 3, -1])),
-            bound=draw(st.sampled_from([160, 160, 160, 160, 160, 160, 12, 1])),
+            bound=draw(st.sampled_from([160] * 10 + [12, 1])),
             packed=overlay or draw(st.integers(0, 2)) == 0,
-            padding=draw(st.sampled_from([0, 0, 0, 4, 7])),
+            padding=draw(st.sampled_from([0, 0, 0, 0, 0, 4, 7])),
         )
         groups.append(style)
         divisors = [d for d in range(1, style.block_size + 1) if style.block_size % d == 0]
@@ -184,20 +184,32 @@ def side(draw: Draw, model: tuple[Family, ...], sizes: tuple[int, ...], tp: int)
             shared = draw(look)
             for layer in model[number].layers:
                 layers[layer] = shared if draw(st.integers(0, 3)) else draw(look)
+    return draw(placed(Side(tp, tuple(groups), layers, (), 0, 0, "", overlay, False), model))
+
+
+@st.composite
+def placed(draw: Draw, half: Side, model: tuple[Family, ...]) -> Side:
+    """Draw what does not change how blocks look: stages, addresses, buffers."""
     names = [layer for family in model for layer in family.layers]
     cuts = sorted({0, len(names), *([draw(st.integers(1, len(names)))] if draw(st.integers(0, 2)) == 0 else [])})
-    stages = tuple(frozenset(names[a:b]) for a, b in pairwise(cuts))
-    return Side(
-        tp=tp,
-        groups=tuple(groups),
-        layers=layers,
-        stages=stages,
+    return replace(
+        half,
+        stages=tuple(frozenset(names[a:b]) for a, b in pairwise(cuts)),
         base=draw(st.sampled_from([4096, 2**31 - 100, 2**40 + 8, 0xFF00000000000000, 2**63 - 512])),
         gap=draw(st.sampled_from([0, 0, 16, 100])),
         buffers=draw(st.sampled_from(["default", "default", "one", "spans"])),
-        overlay=overlay,
         flipped=draw(st.booleans()),
     )
+
+
+@st.composite
+def alike(draw: Draw, half: Side, model: tuple[Family, ...], tp: int, uneven: bool) -> Side:
+    """A side whose blocks look as on the other, so that much can merge; with other block sizes if ``uneven``."""
+    groups, layers = half.groups, half.layers
+    if uneven:
+        groups = tuple(replace(style, block_size=draw(st.sampled_from([1, 2, 4, 6, 8]))) for style in groups)
+        layers = {layer: replace(style, kernel_blocks=1) for layer, style in layers.items()}
+    return draw(placed(replace(half, tp=tp, groups=groups, layers=layers), model))
 
 
 def fields_of(
@@ -351,11 +363,16 @@ def deployments(draw: Draw) -> Deployment:
     model = draw(families())
     block_sizes = st.sampled_from([1, 2, 3, 4, 6, 8])
     src_sizes = tuple(draw(block_sizes) for _ in model)
-    uneven = draw(st.integers(0, 2)) == 0
+    uneven = draw(st.integers(0, 3)) == 0
     dst_sizes = tuple(draw(block_sizes) if uneven else size for size in src_sizes)
     tps = st.sampled_from([1, 2, 3, 4, 5, 6, 7, 8])
     src_tp, dst_tp = draw(tps), draw(tps)
-    halves = (draw(side(model, src_sizes, src_tp)), draw(side(model, dst_sizes, dst_tp)))
+    src = draw(side(model, src_sizes, src_tp))
+    if draw(st.integers(0, 3)):
+        dst_tp = draw(st.sampled_from([src_tp, src_tp, src_tp, dst_tp]))
+        halves = (src, draw(alike(src, model, dst_tp, uneven)))
+    else:
+        halves = (src, draw(side(model, dst_sizes, dst_tp)))
     if draw(st.integers(0, 7)) == 0:  # layers that only one side holds
         gone, number = model[-1].layers[-1], draw(st.integers(0, 1))
         stages = tuple(stage - {gone} for stage in halves[number].stages)

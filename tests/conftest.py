@@ -1,0 +1,22 @@
+"""Settings of Hypothesis, and the shares of generated examples at the end of the run."""
+
+import hypothesis
+import pytest
+
+# Derandomized: a run in CI tries what every other run tried, and the shares of test_property.py are fixed figures.
+hypothesis.settings.register_profile(
+    "kvcompile",
+    derandomize=True,
+    deadline=None,
+    database=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.data_too_large],
+)
+hypothesis.settings.load_profile("kvcompile")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print what tests recorded as ``shares``: of the generated examples, how many showed what."""
+    for report in [*terminalreporter.stats.get("passed", []), *terminalreporter.stats.get("failed", [])]:
+        for name, value in getattr(report, "user_properties", []):
+            if name == "shares":
+                terminalreporter.write_line(f"{report.nodeid.split('::')[-1]}: {value}")
