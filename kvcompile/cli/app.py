@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 __all__ = ["app"]
 
@@ -50,15 +51,25 @@ def warmup() -> None:
 
 @app.command()
 def demo(
-    model: Annotated[str, typer.Option(help="qwen3-235b-a22b, llama-3.3-70b, deepseek-v3 or kimi-k3-like.")] = "qwen3-235b-a22b",
+    model: Annotated[
+        str, typer.Option(help="qwen3-235b-a22b, llama-3.3-70b, deepseek-v3 or kimi-k3-like.")
+    ] = "qwen3-235b-a22b",
     src_tp: Annotated[int, typer.Option(min=1, max=64, help="Tensor-parallel size of the prefill side.")] = 8,
     dst_tp: Annotated[int, typer.Option(min=1, max=64, help="Tensor-parallel size of the decode side.")] = 2,
     src_order: Annotated[Order, typer.Option(help="Memory order of the prefill side.")] = Order.hnd,
     dst_order: Annotated[Order, typer.Option(help="Memory order of the decode side.")] = Order.hnd,
-    src_block: Annotated[int | None, typer.Option(min=1, help="Tokens of a prefill block; the model's usual by default.")] = None,
-    dst_block: Annotated[int | None, typer.Option(min=1, help="Tokens of a decode block; the model's usual by default.")] = None,
-    election: Annotated[Election, typer.Option(help="Which of several ranks that hold a head sends it.")] = Election.nearest,
-    engine: Annotated[Engine, typer.Option(help="mooncake: processes over loopback; local: one process.")] = Engine.mooncake,
+    src_block: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of a prefill block; the model's usual by default.")
+    ] = None,
+    dst_block: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of a decode block; the model's usual by default.")
+    ] = None,
+    election: Annotated[
+        Election, typer.Option(help="Which of several ranks that hold a head sends it.")
+    ] = Election.nearest,
+    engine: Annotated[
+        Engine, typer.Option(help="mooncake: processes over loopback; local: one process.")
+    ] = Engine.mooncake,
     gib: Annotated[float, typer.Option(min=0.1, help="GiB of memory, all processes together.")] = 4.0,
     requests: Annotated[int, typer.Option(min=1, help="Requests to move.")] = 8,
     seed: Annotated[int, typer.Option(help="Of the requests' lengths and blocks.")] = 0,
@@ -66,7 +77,8 @@ def demo(
 ) -> None:
     """Move KV caches between prefill and decode ranks over a real engine, and check every byte."""
     from kvcompile import KVCompileError  # noqa: PLC0415
-    from kvcompile.cli.demo import Options, run  # noqa: PLC0415
+    from kvcompile.cli.demo import run  # noqa: PLC0415
+    from kvcompile.cli.demo_loads import Options  # noqa: PLC0415
     from kvcompile.cli.geometries import MODELS, Serving  # noqa: PLC0415
 
     console = Console()
@@ -78,6 +90,6 @@ def demo(
     try:
         code = run(Options(model, src, dst, election.value, engine.value, gib, requests, seed, corrupt), console)
     except (KVCompileError, ValueError) as error:
-        Console(stderr=True).print(f"[bold red]demo:[/bold red] {error}", markup=True, highlight=False)
+        Console(stderr=True).print(f"[bold red]demo:[/bold red] {escape(str(error))}", highlight=False)
         code = 1
     raise typer.Exit(code)

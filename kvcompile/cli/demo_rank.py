@@ -1,4 +1,4 @@
-"""One rank of the demo: its engine, its memory, and the five things it is asked to do; in a process of its own or not."""
+"""One rank of the demo: its engine, its memory, and the things it is asked to do; in a process of its own or not."""
 
 import os
 import queue
@@ -11,11 +11,12 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from kvcompile import Cache, KVCompileError, Plan, Request, compile, engines, warmup
+import kvcompile
+from kvcompile import Cache, KVCompileError, Plan, Request, engines
 from kvcompile.cli.demo_values import CANARY, UNUSED, Arena, Load, Wrong
 from kvcompile.cli.geometries import MODELS, Serving, cache, regions
 
-__all__ = ["Checked", "Loads", "Opened", "Peers", "Rank", "Sent", "Spec", "Verify", "decode", "encode"]
+__all__ = ["Checked", "Loads", "Opened", "Peers", "Rank", "Rate", "Sent", "Spec", "Verify", "decode", "encode"]
 
 WRITE_TIMEOUT = 120.0
 """Seconds for `WRITE_DESCRIPTORS` descriptors; a peer that does not move in this time is given up."""
@@ -51,6 +52,14 @@ class Peers(msgspec.Struct, frozen=True):
 
     ranks: list[Opened]
     election: str
+
+
+class Rate(msgspec.Struct, frozen=True):
+    """What one rank sends for a token, to all peers: descriptors if none merge, bytes; and bytes of state a request."""
+
+    descriptors: float
+    nbytes: float
+    state_nbytes: float
 
 
 class Loads(msgspec.Struct, frozen=True):
@@ -104,14 +113,22 @@ class Rank:
         self.arena.fill(CANARY if spec.side == "dst" else UNUSED)
         return Opened(self.engine.session, self.cache.to_bytes(), len(self.arena.memory))
 
-    def compile(self, peers: Peers) -> list[float]:
-        """Compile a plan for each peer; return descriptors a token that each makes at most, state apart."""
-        warmup()
+    def compile(self, peers: Peers) -> Rate:
+        """Compile a plan for each peer; return what a token costs at most."""
+        kvcompile.warmup()
         self.peers = [peer.session for peer in peers.ranks]
-        self.plans = [
-            compile(self.cache, Cache.from_bytes(peer.cache), election=peers.election) for peer in peers.ranks
-        ]
-        return [self._descriptors_per_token(plan) for plan in self.plans]
+        caches = [Cache.from_bytes(peer.cache) for peer in peers.ranks]
+        self.plans = [kvcompile.compile(self.cache, cache, election=peers.election) for cache in caches]
+        descriptors = nbytes = state_nbytes = 0.0
+        for row in (row for plan in self.plans for row in plan.table):
+            group = self.cache.groups[row["src_group"]]
+            if group.state:
+                state_nbytes += int(row["count"]) * int(row["length"])
+            else:
+                slices = int(row["count"]) / (int(row["src_step"]) * group.block_size)
+                descriptors += slices
+                nbytes += slices * int(row["length"])
+        return Rate(descriptors, nbytes, state_nbytes)
 
     def write(self, loads: Loads) -> None:
         """Write the requests' values into this rank's memory."""
@@ -120,7 +137,7 @@ class Rank:
     def send(self, loads: Loads) -> list[Sent]:
         """Build and write, peer by peer."""
         first = [0] * len(self.cache.groups)
-        requests = [Request(load.number, load.src_blocks, load.dst_blocks, first, load.dst_first) for load in loads.loads]
+        requests = [Request(x.number, x.src_blocks, x.dst_blocks, first, x.dst_first) for x in loads.loads]
         return [self._send(session, plan, requests) for session, plan in zip(self.peers, self.plans, strict=True)]
 
     def check(self, verify: Verify) -> Checked:
@@ -128,15 +145,6 @@ class Rank:
         if verify.corrupt is not None:
             self.arena.memory[verify.corrupt % len(self.arena.memory)] ^= 1
         return Checked(*self.arena.check(self.cache, verify.loads, verify.src_block_sizes))
-
-    def _descriptors_per_token(self, plan: Plan) -> float:
-        table = plan.table
-        rows = [
-            1 / (int(row["src_step"]) * group.block_size)
-            for row in table
-            if not (group := self.cache.groups[row["src_group"]]).state
-        ]
-        return sum(rows)
 
     def _send(self, session: str, plan: Plan, requests: list[Request]) -> Sent:
         started = time.perf_counter()
@@ -148,7 +156,7 @@ class Rank:
             self.engine.write(session, part, timeout=WRITE_TIMEOUT)
             self.progress(part.nbytes)
         done = time.perf_counter()
-        return Sent(len(plan.table), len(descriptors), descriptors.nbytes, built - started, done - built)
+        return Sent(int(plan.table["count"].sum()), len(descriptors), descriptors.nbytes, built - started, done - built)
 
 
 PARAMETERS = {"open": Spec, "compile": Peers, "write": Loads, "send": Loads, "check": Verify}

@@ -41,7 +41,7 @@ class Inline:
     def __exit__(self, *_: object) -> None:
         """Nothing to end."""
 
-    def ask(self, method: str, parameters: Mapping[str, Any], kind: Any) -> dict[str, Any]:  # noqa: ARG002
+    def ask(self, method: str, parameters: Mapping[str, Any], kind: Any) -> dict[str, Any]:
         """See `Team`."""
         return {name: getattr(self.ranks[name], method)(parameter) for name, parameter in parameters.items()}
 
@@ -141,7 +141,9 @@ class _Child:
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
         self.log.seek(0)
         last = self.log.read().decode(errors="replace").strip().splitlines()[-5:]
-        return KVCompileError("\n".join([f"{self.name} {how}; the last it printed:", *last] if last else [f"{self.name} {how}"]))
+        return KVCompileError(
+            "\n".join([f"{self.name} {how}; the last it printed:", *last] if last else [f"{self.name} {how}"])
+        )
 
     def close(self) -> None:
         self.process.wait()

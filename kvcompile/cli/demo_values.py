@@ -1,4 +1,4 @@
-"""The bytes of the demo: what every cell holds, writing it, and checking every byte. From strides alone, no lowering."""
+"""The demo's bytes: what every cell holds, writing it, checking every byte. From strides alone, no lowering."""
 
 import zlib
 from collections.abc import Callable, Iterator
@@ -124,14 +124,14 @@ class Arena:
                             str(region.layer), field.name, head + h, int(tokens[b, n]), c, load.number,
                             int(blocks[b]) // region.kernel_blocks, int(got[b, h, n, c]), int(expected[b, h, n, c]),
                         )  # fmt: skip
-        place = 0
+        seen = 0
         for chunk in self._chunks():
             bad = chunk != CANARY
             if bad.any():
                 wrong += int(np.count_nonzero(bad))
                 at = int(np.argmax(bad))
-                first = first or self._locate(cache, place + at, int(chunk[at]))
-            place += len(chunk)
+                first = first or self._locate(cache, seen + at, int(chunk[at]))
+            seen += len(chunk)
             self.progress(len(chunk))
         return moved, wrong, first
 
@@ -150,18 +150,20 @@ class Arena:
                 yield region, field, np.lib.stride_tricks.as_strided(self.memory[place:], shape, strides)
 
     def _values(self, load: Load, cache: Cache, region: Region, field: Field, tokens: npt.NDArray[np.uint64]) -> Bytes:
-        """Return what cells hold, [blocks, local heads, tokens, bytes]: a window of a table, chosen by all coordinates."""
+        """Return what cells hold, [blocks, local heads, tokens, bytes]: windows of a table, by all coordinates."""
         start, stop = cache.shard(field)
         head = np.arange(start, stop, dtype=np.uint64)
         name = zlib.crc32(f"{region.layer}/{field.name}".encode())
-        key = np.uint64((load.number * 0x9E3779B97F4A7C15 + name * 0xD6E8FEB86659FD93) % 2**64)
-        mixed = key + tokens[:, None, :] * np.uint64(0xA0761D6478BD642F) + head[None, :, None] * np.uint64(0xE7037ED1A0B428DB)
+        mixed = np.uint64((load.number * 0x9E3779B97F4A7C15 + name * 0xD6E8FEB86659FD93) % 2**64)
+        mixed = mixed + tokens[:, None, :] * np.uint64(0xA0761D6478BD642F)
+        mixed = mixed + head[None, :, None] * np.uint64(0xE7037ED1A0B428DB)
         mixed ^= mixed >> np.uint64(32)
         mixed *= np.uint64(0x8EBC6AF09C88C6E3)
         window = (mixed >> np.uint64(40)) % np.uint64(_TABLE_WORDS)
         words = -(-field.cell_nbytes // 8)
         windows = np.lib.stride_tricks.sliding_window_view(self._table.view(np.uint64), words)
-        return windows[window].view(np.uint8)[..., : field.cell_nbytes]
+        cells: Bytes = windows[window].view(np.uint8)[..., : field.cell_nbytes]
+        return cells
 
     def _locate(self, cache: Cache, place: int, got: int) -> Wrong:
         """Say which cell a byte of the arena is in, or that it is in none."""
@@ -186,9 +188,9 @@ def _tokens(cache: Cache, region: Region, field: Field) -> int:
 def _walk(
     cache: Cache, region: Region, field: Field, ids: list[int], start: int, stop: int
 ) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64]]]:
-    """Yield kernel blocks and the positions of their tokens [kernel blocks, tokens], for the tokens [start, stop) of a list.
+    """Yield kernel blocks and the positions of their tokens [kernel blocks, tokens], for the tokens [start, stop).
 
-    The list begins with the block of token ``start``. Whole kernel blocks come some at a time, a last one in part alone.
+    The list begins with the block of token ``start``. Whole kernel blocks come some at a time, one in part alone.
     """
     kernel = np.add.outer(np.array(ids, np.int64) * region.kernel_blocks, np.arange(region.kernel_blocks)).ravel()
     position = start + np.arange(len(kernel) * field.tokens, dtype=np.uint64).reshape(len(kernel), field.tokens)

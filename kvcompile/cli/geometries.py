@@ -6,10 +6,12 @@ Each model names the published figures that it is made of; `cache` turns one int
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from kvcompile import Cache, Field, Group, Region
 from kvcompile.topology import shard
 
-__all__ = ["MODELS", "Dense", "Delta", "Latent", "Model", "Serving", "cache", "regions"]
+__all__ = ["MODELS", "Delta", "Dense", "Latent", "Model", "Serving", "cache", "regions"]
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class Latent:
     cell_nbytes: int
     group: str = "attention"
 
-    def fields(self, serving: Serving, tp_rank: int, tokens: int) -> list[Field]:  # noqa: ARG002 (whole on every rank)
+    def fields(self, serving: Serving, tp_rank: int, tokens: int) -> list[Field]:
         return [Field.hnd("latent", heads=1, tokens=tokens, cell_nbytes=self.cell_nbytes, replicated=True)]
 
 
@@ -59,7 +61,7 @@ class Delta:
     matrix_nbytes: int
     group: str = "state"
 
-    def fields(self, serving: Serving, tp_rank: int, tokens: int) -> list[Field]:  # noqa: ARG002 (state has no tokens)
+    def fields(self, serving: Serving, tp_rank: int, tokens: int) -> list[Field]:
         local = _local(self.heads, serving, tp_rank)
         part = self.rows * local * self.conv_nbytes
         conv = {"heads": self.heads, "local_heads": local, "tokens": self.rows, "cell_nbytes": self.conv_nbytes}
@@ -101,10 +103,10 @@ MODELS = {
     "llama-3.3-70b": Model((Dense(8, 256),) * 80),
     # config.json: num_hidden_layers 61, kv_lora_rank 512, qk_rope_head_dim 64, bfloat16
     "deepseek-v3": Model((Latent(1152),) * 61, block_size=64),
-    # 93 layers, every fourth and the last one MLA (24), else KDA (69): moonshotai/Kimi-K3's config as inference-sim#1638
-    # quotes it. Blocks of 768 tokens in kernel blocks of 64, 884,736 bytes: vllm#54272. 96 KDA heads of 128 are inferred:
-    # at TP 8 they need 814,080 bytes of state, which is what makes vLLM round the block up to 768. Convolution over 4, so
-    # 3 rows are kept, bfloat16; matrices float32 (Kimi-Linear's config, short_conv_kernel_size 4, head_dim 128).
+    # 93 layers, 24 of them MLA and 69 KDA: Kimi-K3's config as inference-sim#1638 quotes it; every fourth and the last
+    # are MLA, as in Kimi-Linear. Blocks of 768 tokens in kernel blocks of 64, 884,736 bytes: vllm#54272. 96 KDA heads of
+    # 128 are inferred: at TP 8 they need 814,080 bytes of state, for which vLLM rounds the block up to 768 tokens.
+    # Convolution over 4 inputs, so 3 rows are kept, bfloat16; matrices float32: as in Kimi-Linear.
     "kimi-k3-like": Model(
         tuple(Latent(1152) if n % 4 == 0 or n == 93 else Delta(96, 3, 256, 65536) for n in range(1, 94)),
         block_size=768,
@@ -129,7 +131,9 @@ def regions(model: Model, serving: Serving, tp_rank: int, layers: int, num_block
     """
     kernel_tokens = model.kernel_tokens or serving.block_size
     if serving.block_size % kernel_tokens:
-        raise ValueError(f"block size is {serving.block_size}, expected a multiple of {kernel_tokens}, the kernel block's")
+        raise ValueError(
+            f"block size is {serving.block_size}, expected a multiple of {kernel_tokens}, the kernel block's"
+        )
     made = []
     for number, kind in enumerate(model.layers[:layers]):
         state = isinstance(kind, Delta)
@@ -139,7 +143,7 @@ def regions(model: Model, serving: Serving, tp_rank: int, layers: int, num_block
         kernel_blocks = 1 if state else serving.block_size // kernel_tokens
         group = model.groups().index(kind.group)
         blocks = num_blocks[group] * kernel_blocks
-        made.append(Region(f"layers.{number}", group, 0, stride, blocks, fields, kernel_blocks))
+        made.append(Region(f"layers.{number}", group, 0, stride, blocks, tuple(fields), kernel_blocks))
     return made
 
 
@@ -152,11 +156,11 @@ def cache(
     place: Callable[[int], int],
 ) -> Cache:
     """Make the cache of one rank; ``place`` gives the address of so many bytes, once for each layer."""
-    made = [
-        Region(r.layer, r.group, place(r.block_stride * r.num_blocks), r.block_stride, r.num_blocks, r.fields, r.kernel_blocks)
-        for r in regions(model, serving, tp_rank, layers, num_blocks)
-    ]
-    groups = [Group(serving.block_size, state=name == "state") for name in model.groups()]
+    made = tuple(
+        msgspec.structs.replace(region, base=place(region.block_stride * region.num_blocks))
+        for region in regions(model, serving, tp_rank, layers, num_blocks)
+    )
+    groups = tuple(Group(serving.block_size, state=name == "state") for name in model.groups())
     return Cache(made, groups, tp_rank=tp_rank, tp_size=serving.tp_size)
 
 

@@ -10,6 +10,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterator
+from itertools import pairwise
 
 import msgspec
 import numpy as np
@@ -168,7 +169,9 @@ class Engine(ABC):
             threading.Thread(target=self._carry, args=args, name=f"kvcompile-{kind}", daemon=True).start()
             if not attempt.over.wait(timeout):
                 attempt.left = True
-                raise attempt.error(f"{kind} with {session}: not over after {timeout} s; what is under way may still land")
+                raise attempt.error(
+                    f"{kind} with {session}: not over after {timeout} s; what is under way may still land"
+                )
         if isinstance(attempt.fault, TransferError):
             raise attempt.error(f"{kind} with {session}: {attempt.fault}") from attempt.fault
         if attempt.fault is not None:
@@ -205,11 +208,10 @@ class _Attempt:
         self.over = threading.Event()
 
     def error(self, what: str) -> TransferError:
-        """Make the error that says which requests are incomplete: those with a descriptor past the last that arrived."""
+        """Make the error that names the incomplete requests: those with a descriptor past the last that arrived."""
         moved, total = self.moved, len(self.descriptors)
-        spans = self.descriptors.spans.tolist()
         requests, complete = [], []
-        for request, first, last in zip(self.descriptors.requests, spans[:-1], spans[1:], strict=True):
+        for request, (first, last) in zip(self.descriptors.requests, pairwise(self.descriptors.spans), strict=True):
             if last > max(first, moved):
                 requests.append(request)
             elif request not in self.descriptors.failed:
@@ -242,5 +244,7 @@ def _within(buffer: Buffer, known: tuple[Buffer, ...]) -> bool:
         if other.base <= buffer.base and buffer.end <= other.end:
             return True
         if other.base < buffer.end and buffer.base < other.end:
-            raise TransferError(f"register: {buffer} overlaps {other}, expected it apart from, or inside, what is registered")
+            raise TransferError(
+                f"register: {buffer} overlaps {other}, expected it apart from, or inside, what is registered"
+            )
     return False

@@ -5,6 +5,7 @@ import os
 import secrets
 import weakref
 from collections.abc import Iterator
+from typing import ClassVar
 
 from kvcompile import backend
 from kvcompile.descriptors import Descriptors
@@ -27,7 +28,7 @@ class LocalEngine(Engine):
         Bytes of one batch; a timeout is noticed between batches.
     """
 
-    _engines: "weakref.WeakValueDictionary[str, LocalEngine]" = weakref.WeakValueDictionary()
+    _engines: ClassVar[weakref.WeakValueDictionary[str, "LocalEngine"]] = weakref.WeakValueDictionary()
 
     def __init__(self, max_nbytes: int = BATCH_NBYTES) -> None:
         super().__init__(None, max_nbytes)

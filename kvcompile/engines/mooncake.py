@@ -1,4 +1,4 @@
-"""The Mooncake Transfer Engine, through its official Python interface. It retries nothing: a blind retry may corrupt."""
+"""The Mooncake Transfer Engine, through its official Python interface. It retries nothing: blind retries corrupt."""
 
 import importlib
 import json
@@ -14,10 +14,10 @@ from kvcompile.layout import Buffer
 __all__ = ["BATCH_DESCRIPTORS", "BATCH_NBYTES", "MooncakeEngine"]
 
 BATCH_DESCRIPTORS = 1000
-"""Descriptors of one call. Mooncake's TCP transport queues 1,024 transfers to a peer and 1,024 more that wait for a place;
-one too many fails the call *and every later call to that peer* until the engine is made anew (measured with 0.3.13.post1:
-still so after 78 s). While one batch drains the next is let in, so a batch is kept below the first number alone. Smaller
-batches cost round trips: 500 took twice as long for each descriptor, 1,500 and 2,000 gained nothing."""
+"""Descriptors of one call. Mooncake's TCP transport queues 1,024 transfers to a peer, and 1,024 more that wait for a
+place; one too many fails the call *and every later call to that peer*, until the engine is made anew (measured with
+0.3.13.post1: still so after 78 s). The next batch comes while the last one drains, so one takes less than the half.
+Smaller batches cost round trips (500 took twice as long for each descriptor), 1,500 and 2,000 gained nothing."""
 
 BATCH_NBYTES = 1 << 30
 """Bytes of one call. Mooncake gives a call 30 s and a second for each GiB: even 1 Gbit/s moves this in 9 s."""
@@ -44,8 +44,8 @@ class MooncakeEngine(Engine):
     device : str
         Names of the RDMA devices to use, comma-separated; all by default.
     max_descriptors, max_nbytes : int or None
-        Limits of one call; None for no limit. Raise the first only together with MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER and
-        MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER, or where the transport is not TCP.
+        Limits of one call; None for no limit. Raise the first only where the transport is not TCP, or together with
+        MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER and MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER.
 
     Raises
     ------
@@ -67,7 +67,9 @@ class MooncakeEngine(Engine):
         if protocol not in PROTOCOLS:
             raise ValueError(f"protocol is {protocol!r}, expected one of {PROTOCOLS}")
         if not isinstance(device, str) or (device and protocol == "tcp"):
-            raise ValueError(f"device is {device!r}, expected names of RDMA devices with protocol 'rdma', '' with 'tcp'")
+            raise ValueError(
+                f"device is {device!r}, expected names of RDMA devices with protocol 'rdma', '' with 'tcp'"
+            )
         super().__init__(max_descriptors, max_nbytes)
         self._engine = _start(host, protocol, device)
         self.session = f"{host}:{self._engine.get_rpc_port()}"
@@ -85,9 +87,9 @@ class MooncakeEngine(Engine):
     ) -> "MooncakeEngine":
         """Use a running engine that somebody else owns.
 
-        What its owner registered is used as it is and never unregistered; which memory that is, Mooncake does not tell, so
-        local addresses are left unchecked here. The owner's own transfers share the queue to a peer: where both send at a
-        time, give a smaller ``max_descriptors``.
+        What its owner registered is used as it is and never unregistered; which memory that is, Mooncake does not tell,
+        so local addresses are left unchecked here. The owner's own transfers share the queue to a peer: where both send
+        at a time, give a smaller ``max_descriptors``.
 
         Parameters
         ----------
@@ -146,8 +148,8 @@ class MooncakeEngine(Engine):
             code = self._engine.batch_transfer_sync_read(session, dst, src, length)
         if code:
             raise TransferError(
-                f"Mooncake answered {code} for {len(batch)} descriptors: the peer is unreachable, has not registered that "
-                "memory, or its queue was full; some of them may have been copied, or still be"
+                f"Mooncake answered {code} for {len(batch)} descriptors: the peer is unreachable, has not registered "
+                "that memory, or its queue was full; some of them may have been copied, or still be"
             )
 
 
@@ -157,8 +159,8 @@ def _start(host: str, protocol: str, device: str) -> Any:
         module = importlib.import_module("mooncake.engine")
     except ImportError as error:
         raise KVCompileError(
-            f"Mooncake cannot be imported ({error}): install the extra, pip install 'kvcompile[mooncake]', and its system "
-            "libraries, apt-get install libibverbs1 ibverbs-providers libnuma1 libcurl4"
+            f"Mooncake cannot be imported ({error}): install the extra, pip install 'kvcompile[mooncake]', and its "
+            "system libraries, apt-get install libibverbs1 ibverbs-providers libnuma1 libcurl4"
         ) from error
     engine = module.TransferEngine()
     with _environment:
@@ -173,7 +175,9 @@ def _start(host: str, protocol: str, device: str) -> Any:
             if not forced:
                 os.environ.pop("MC_FORCE_TCP", None)
     if code:
-        raise KVCompileError(f"Mooncake could not start on {host!r} with protocol {protocol!r}: it answered {code}, expected 0")
+        raise KVCompileError(
+            f"Mooncake could not start on {host!r} with protocol {protocol!r}: it answered {code}, expected 0"
+        )
     if protocol == "rdma":
         _require_devices(engine, device)
     return engine
@@ -185,6 +189,6 @@ def _require_devices(engine: Any, device: str) -> None:
     missing = {name.strip() for name in device.split(",") if name.strip()} - found
     if missing or not found:
         raise KVCompileError(
-            f"protocol is 'rdma' with device {device!r}, but Mooncake found the devices {sorted(found)} on this machine; "
-            "without one it would silently use TCP"
+            f"protocol is 'rdma' with device {device!r}, but Mooncake found the devices {sorted(found)} on this "
+            "machine: without one it silently uses TCP"
         )
