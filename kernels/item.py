@@ -176,3 +176,73 @@ def integer(packed, at):
     if not signed and value < 0:
         value = np.int64(2**63 - 1)
     return value, 1 + nbytes
+
+
+def is_null(block, has_null, null):
+    """Return whether a block id is its side's null id."""
+    return has_null != 0 and block == null
+
+
+def touches(src, dst, src_end, dst_end, tail):
+    """Return whether a piece continues the one before it, which ends with ``tail`` bytes to be bridged, on both sides."""
+    return src == src_end + tail and dst == dst_end + tail
+
+
+def candidate(n, rows, periods):
+    """Return (row, inner slice, period) of the ``n``-th candidate of a lane: by inner slice, then period, then row.
+
+    Only a lane of one row has several inner slices.
+    """
+    turn = n // rows
+    return n - turn * rows, turn // periods, turn % periods
+
+
+def cuts(length, most):
+    """Return into how many descriptors one is cut at ``most`` bytes."""
+    return (length - 1) // most + 1
+
+
+def last_start(starts, columns, i):
+    """Return the last line whose first column is at most ``i``; that column ascends from 0.
+
+    Parameters
+    ----------
+    starts : int64 array [lines * columns]
+    columns, i : int64
+    """
+    low, high = 0, len(starts) // columns
+    while high - low > 1:
+        middle = (low + high) // 2
+        if starts[middle * columns] <= i:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def widen(bits, nbytes):
+    """Return an integer as int64; beyond it, its greatest value.
+
+    Parameters
+    ----------
+    bits : int64
+        As read, zeros above it.
+    nbytes : int64
+        Its size; negative: unsigned.
+    """
+    if nbytes == -8 and bits < 0:
+        return np.int64(2**63 - 1)
+    if 0 < nbytes < 8 and bits >> (8 * nbytes - 1) != 0:
+        return bits - (np.int64(1) << (8 * nbytes))
+    return bits
+
+
+def combine(a, b, largest):
+    """Return the larger of two numbers if ``largest``, else their sum: what a scan is made of."""
+    return max(a, b) if largest != 0 else a + b
+
+
+def widest(a, b):
+    """Return the widest copy, of 1, 2, 4, 8 or 16 bytes, that can be aligned at both of two addresses at once."""
+    apart = (a ^ b) | 16
+    return apart & -apart
