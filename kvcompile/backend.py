@@ -6,11 +6,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcompile import _jit
-from kvcompile.kernels import cpu, item
+from kvcompile.kernels import check, cpu, descriptors, ids, item
+from kvcompile.kernels.arrays import Batch, Program, Work
 
 __all__ = ["Batch", "Program", "Work", "copy", "cut", "decode", "empty_work", "kernels", "measure", "warmup", "write"]
-
-Batch, Program, Work = cpu.Batch, cpu.Program, cpu.Work
 
 Int64 = npt.NDArray[np.int64]
 UInt64 = npt.NDArray[np.uint64]
@@ -37,7 +36,8 @@ def warmup() -> None:
 
 def kernels() -> dict[str, object]:
     """Return every compiled kernel by name, for tests that count compilations."""
-    return {name: value for name, value in vars(cpu).items() if hasattr(value, "signatures")}
+    found = (entry for module in (check, cpu, descriptors, ids) for entry in vars(module).items())
+    return {name: value for name, value in found if hasattr(value, "signatures")}
 
 
 def measure(program: Program, batch: Batch, work: Work) -> tuple[int, int]:
@@ -54,23 +54,23 @@ def write(program: Program, batch: Batch, work: Work, src: UInt64, dst: UInt64, 
 def cut(src: UInt64, dst: UInt64, length: UInt64, spans: Int64, most: int) -> tuple[UInt64, UInt64, UInt64, Int64]:
     """Return the descriptors cut at ``most`` bytes, and their spans."""
     cut_spans = np.empty_like(spans)
-    total = cpu.cut_count(length.view(np.int64), spans, most, cut_spans)
+    total = descriptors.cut_count(length.view(np.int64), spans, most, cut_spans)
     cut_src, cut_dst, cut_length = (np.empty(total, np.uint64) for _ in range(3))
     whole = (src.view(np.int64), dst.view(np.int64), length.view(np.int64))
-    cpu.cut(*whole, most, cut_src.view(np.int64), cut_dst.view(np.int64), cut_length.view(np.int64))
+    descriptors.cut(*whole, most, cut_src.view(np.int64), cut_dst.view(np.int64), cut_length.view(np.int64))
     return cut_src, cut_dst, cut_length, cut_spans
 
 
-def decode(packed: bytearray, offsets: Int64, at: Int64, ids: Int64) -> None:
-    """Read integer lists out of msgpack into ``ids``. See `kernels.cpu.decode`."""
+def decode(packed: bytearray, offsets: Int64, at: Int64, out: Int64) -> None:
+    """Read integer lists out of msgpack into ``out``. See `kernels.ids.decode`."""
     warmup()
-    cpu.decode(np.frombuffer(packed, np.uint8), offsets, at, ids)
+    ids.decode(np.frombuffer(packed, np.uint8), offsets, at, out)
 
 
 def copy(src: UInt64, dst: UInt64, length: UInt64) -> None:
     """Copy the bytes of every descriptor within this process; the caller has checked the addresses."""
     warmup()
-    cpu.copy(src.view(np.int64), dst.view(np.int64), length.view(np.int64))
+    descriptors.copy(src.view(np.int64), dst.view(np.int64), length.view(np.int64))
 
 
 def empty_work(requests: int, pairs: int, classes: int, src_ids: int, dst_ids: int, status: Int64) -> Work:
@@ -103,7 +103,7 @@ def _run_once() -> None:
     work = empty_work(0, 0, 0, 0, 0, nothing(item.STATUS_COLUMNS))
     cpu.measure(tuple(program), tuple(batch), tuple(work))
     cpu.write(tuple(program), tuple(batch), tuple(work), nothing(), nothing(), nothing())
-    cpu.cut_count(nothing(), one, 1, one)
-    cpu.cut(nothing(), nothing(), nothing(), 1, nothing(), nothing(), nothing())
-    cpu.decode(np.frombuffer(bytearray(1), np.uint8), nothing(), one, nothing())
-    cpu.copy(nothing(), nothing(), nothing())
+    descriptors.cut_count(nothing(), one, 1, one)
+    descriptors.cut(nothing(), nothing(), nothing(), 1, nothing(), nothing(), nothing())
+    ids.decode(np.frombuffer(bytearray(1), np.uint8), nothing(), one, nothing())
+    descriptors.copy(nothing(), nothing(), nothing())

@@ -58,6 +58,17 @@ class Row(NamedTuple):
         src, dst = self.begin(0)
         return (src + self.length + self.tail) % WORD, (dst + self.length + self.tail) % WORD
 
+    def slices(self) -> list["Row"]:
+        """Return the ``count`` slices that it stands for, each a row of its own."""
+        return [
+            self._replace(
+                src_origin=(self.src_origin + number * self.src_inner) % WORD,
+                dst_origin=(self.dst_origin + number * self.dst_inner) % WORD,
+                count=1,
+            )
+            for number in range(self.count)
+        ]
+
 
 COLUMNS = Row._fields[:17]
 
