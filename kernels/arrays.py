@@ -4,7 +4,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-__all__ = ["Batch", "Program", "Work"]
+__all__ = ["SCRATCH_ROWS", "Batch", "Program", "Work"]
+
+SCRATCH_ROWS = 7
+"""Delta, src, length and tail of each piece, and what `order.sort` needs."""
 
 
 class Program(NamedTuple):
@@ -36,7 +39,8 @@ class Work(NamedTuple):
 
     status [requests, STATUS_COLUMNS]; aligned [requests, pairs, ALIGN_COLUMNS]; extent [requests, classes,
     EXTENT_COLUMNS]; src, dst: the pairs of blocks; run_src, run_dst, run_blocks: the first pair and the size of each
-    run; uncovered uint8 [dst ids]; slots: hash table, a power of two above twice the dst ids; spans [requests + 1].
+    run; uncovered uint8 [dst ids]; slots: hash table, a power of two above twice the dst ids; spans [requests + 1];
+    scratch [SCRATCH_ROWS, n]: to sort the pairs of a class or the pieces of a chain, n 0 if not asked for.
     """
 
     status: np.ndarray
@@ -50,3 +54,4 @@ class Work(NamedTuple):
     uncovered: np.ndarray
     slots: np.ndarray
     spans: np.ndarray
+    scratch: np.ndarray

@@ -10,6 +10,7 @@ from kvcompile._jit import jit
 from kvcompile.kernels import item
 from kvcompile.kernels.arrays import Batch, Program, Work
 from kvcompile.kernels.check import check, conflict
+from kvcompile.kernels.order import sort, sorted_already
 
 first_period = jit(item.first_period)
 part_start = jit(item.part_start)
@@ -156,11 +157,26 @@ def mark_class(program, batch, work, r, c, extent):
         i += src_step
         j += dst_step
     extent[item.PAIRS] = pairs
+    if pairs > 1 and work.scratch.shape[1] > 0:
+        sort_pairs(src[:pairs], dst[:pairs], kind[item.SRC_UNIT], kind[item.DST_UNIT], work.scratch)
     if kind[item.HAS_DENSE] != 0:
         at = extent[item.RUNS_AT]
         extent[item.RUNS] = mark_runs(
             src[:pairs], dst[:pairs], work.run_src[at:], work.run_dst[at:], work.run_blocks[at:]
         )
+
+
+@jit
+def sort_pairs(src, dst, src_unit, dst_unit, scratch):
+    delta, by_src = scratch[0, : len(src)], scratch[1, : len(src)]
+    for k in range(len(src)):
+        delta[k], by_src[k] = src[k] * src_unit - dst[k] * dst_unit, src[k]
+    if sorted_already(delta, by_src):
+        return
+    order = sort(delta, by_src, scratch[4:])
+    delta[:] = dst
+    for k in range(len(order)):
+        src[k], dst[k] = by_src[order[k]], delta[order[k]]
 
 
 @jit
@@ -263,7 +279,8 @@ def chain(program, batch, work, r, lane, writes, src, dst, length):
         extent = work.extent[r, row[item.CLASS]]
         if extent[item.PERIOD_START] < extent[item.PERIOD_STOP]:
             start, stop = min(start, extent[item.PERIOD_START]), max(stop, extent[item.PERIOD_STOP])
-    made, tail, src_end, dst_end = 0, np.int64(0), np.int64(0), np.int64(0)
+    sorts = work.scratch.shape[1] > 0
+    made, found, tail, src_end, dst_end = 0, 0, np.int64(0), np.int64(0), np.int64(0)
     for period in range(start, stop):
         for row in rows:
             extent, kind = work.extent[r, row[item.CLASS]], program.classes[row[item.CLASS]]
@@ -281,12 +298,36 @@ def chain(program, batch, work, r, lane, writes, src, dst, length):
                 continue
             src_at = address(row[item.SRC_ORIGIN], src_block, row[item.SRC_STRIDE])
             dst_at = address(row[item.DST_ORIGIN], dst_block, row[item.DST_STRIDE])
-            if made > 0 and src_at == src_end + tail and dst_at == dst_end + tail:
-                if writes:
-                    length[made - 1] += tail + row[item.LENGTH]
-            else:
-                if writes:
-                    src[made], dst[made], length[made] = src_at, dst_at, row[item.LENGTH]
-                made += 1
+            if sorts:
+                # Relative to the lane's first row: within its buffers no difference leaves 64 bits.
+                by_src = src_at - rows[0, item.SRC_ORIGIN]
+                work.scratch[0, found] = by_src - (dst_at - rows[0, item.DST_ORIGIN])
+                work.scratch[1, found] = by_src
+                work.scratch[2, found], work.scratch[3, found] = row[item.LENGTH], row[item.TAIL]
+                found += 1
+                continue
+            merges = made > 0 and src_at == src_end + tail and dst_at == dst_end + tail
+            made += emit(merges, writes, made, tail, src_at, dst_at, row[item.LENGTH], src, dst, length)
             tail, src_end, dst_end = row[item.TAIL], src_at + row[item.LENGTH], dst_at + row[item.LENGTH]
+    if found == 0:
+        return made
+    delta, by_src = work.scratch[0, :found], work.scratch[1, :found]
+    for k in sort(delta, by_src, work.scratch[4:]):
+        src_at = rows[0, item.SRC_ORIGIN] + by_src[k]
+        dst_at = rows[0, item.DST_ORIGIN] + by_src[k] - delta[k]
+        merges = made > 0 and src_at == src_end + tail and dst_at == dst_end + tail
+        made += emit(merges, writes, made, tail, src_at, dst_at, work.scratch[2, k], src, dst, length)
+        tail, src_end, dst_end = work.scratch[3, k], src_at + work.scratch[2, k], dst_at + work.scratch[2, k]
     return made
+
+
+@jit
+def emit(merges, writes, made, tail, src_at, dst_at, nbytes, src, dst, length):
+    """Add a piece to the descriptor before it, or open one; return how many were opened."""
+    if merges:
+        if writes:
+            length[made - 1] += tail + nbytes
+        return 0
+    if writes:
+        src[made], dst[made], length[made] = src_at, dst_at, nbytes
+    return 1

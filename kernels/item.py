@@ -26,7 +26,8 @@ import numpy as np
 LANE_START, LANE_STOP, LANE_KIND, LANE_COLUMNS = range(4)
 APART, DENSE, CHAIN = range(3)
 
-# Columns of a class: rows with the same pairs of blocks in the same order. (Order depends on the strides, if sorted.)
+# Columns of a class: rows with the same pairs of blocks in the same order. Units: the strides by their greatest common
+# divisor; the order of sorted pairs depends on them.
 (
     CLASS_PAIR,
     SRC_STEP,
@@ -35,8 +36,8 @@ APART, DENSE, CHAIN = range(3)
     DST_PHASE,
     PART,
     PARTS,
-    CLASS_SRC_STRIDE,
-    CLASS_DST_STRIDE,
+    SRC_UNIT,
+    DST_UNIT,
     HAS_DENSE,
     CLASS_COLUMNS,
 ) = range(11)
@@ -143,6 +144,11 @@ def address(origin, block, stride):
     return origin + block * stride
 
 
+def to_edge(offset, chunk):
+    """Return the bytes from an offset in a buffer to the end of its chunk; a chunk of 0 is none."""
+    return chunk - offset % chunk if chunk > 0 else 2**63 - 1
+
+
 def slot(block, mask):
     """Return the first place to look for a block id in a hash table of ``mask + 1`` places."""
     mixed = block * -7046029254386353131  # 2**64 / golden ratio, odd: neighbours spread
@@ -188,13 +194,14 @@ def touches(src, dst, src_end, dst_end, tail):
     return src == src_end + tail and dst == dst_end + tail
 
 
-def candidate(n, rows, periods):
-    """Return (row, inner slice, period) of the ``n``-th candidate of a lane: by inner slice, then period, then row.
+def candidate(n, rows, count):
+    """Return (row, inner slice, period) of the ``n``-th candidate of a lane: by period, then row, then inner slice.
 
     Only a lane of one row has several inner slices.
     """
-    turn = n // rows
-    return n - turn * rows, turn // periods, turn % periods
+    period = n // (rows * count)
+    n -= period * rows * count
+    return n // count, n % count, period
 
 
 def cuts(length, most):

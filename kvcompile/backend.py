@@ -6,8 +6,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcompile import _jit
-from kvcompile.kernels import check, cpu, descriptors, ids, item
-from kvcompile.kernels.arrays import Batch, Program, Work
+from kvcompile.kernels import check, cpu, descriptors, ids, item, order
+from kvcompile.kernels.arrays import SCRATCH_ROWS, Batch, Program, Work
 
 __all__ = ["Batch", "Program", "Work", "copy", "cut", "decode", "empty_work", "kernels", "measure", "warmup", "write"]
 
@@ -36,7 +36,7 @@ def warmup() -> None:
 
 def kernels() -> dict[str, object]:
     """Return every compiled kernel by name, for tests that count compilations."""
-    found = (entry for module in (check, cpu, descriptors, ids) for entry in vars(module).items())
+    found = (entry for module in (check, cpu, descriptors, ids, order) for entry in vars(module).items())
     return {name: value for name, value in found if hasattr(value, "signatures")}
 
 
@@ -51,14 +51,19 @@ def write(program: Program, batch: Batch, work: Work, src: UInt64, dst: UInt64, 
     cpu.write(tuple(program), tuple(batch), tuple(work), src.view(np.int64), dst.view(np.int64), length.view(np.int64))
 
 
-def cut(src: UInt64, dst: UInt64, length: UInt64, spans: Int64, most: int) -> tuple[UInt64, UInt64, UInt64, Int64]:
-    """Return the descriptors cut at ``most`` bytes, and their spans."""
-    cut_spans = np.empty_like(spans)
-    total = descriptors.cut_count(length.view(np.int64), spans, most, cut_spans)
-    cut_src, cut_dst, cut_length = (np.empty(total, np.uint64) for _ in range(3))
-    whole = (src.view(np.int64), dst.view(np.int64), length.view(np.int64))
-    descriptors.cut(*whole, most, cut_src.view(np.int64), cut_dst.view(np.int64), cut_length.view(np.int64))
-    return cut_src, cut_dst, cut_length, cut_spans
+def cut(
+    columns: tuple[UInt64, UInt64, UInt64], spans: Int64, most: int | None, src_edges: Int64, dst_edges: Int64
+) -> tuple[tuple[UInt64, UInt64, UInt64], Int64]:
+    """Return the descriptors cut at ``most`` bytes and at chunk edges, and their spans. See `kernels.descriptors.cut`."""
+    given = tuple(column.view(np.int64) for column in columns)
+    cut_spans, none = np.empty_like(spans), np.empty(0, np.int64)
+    limits = (2**63 - 1 if most is None else min(most, 2**63 - 1), src_edges, dst_edges)
+    total = descriptors.cut(*given, spans, *limits, none, none, none, cut_spans)
+    if total == len(columns[0]):
+        return columns, spans
+    made = (np.empty(total, np.uint64), np.empty(total, np.uint64), np.empty(total, np.uint64))
+    descriptors.cut(*given, spans, *limits, *(column.view(np.int64) for column in made), cut_spans)
+    return made, cut_spans
 
 
 def decode(packed: bytearray, offsets: Int64, at: Int64, out: Int64) -> None:
@@ -73,12 +78,19 @@ def copy(src: UInt64, dst: UInt64, length: UInt64) -> None:
     descriptors.copy(src.view(np.int64), dst.view(np.int64), length.view(np.int64))
 
 
-def empty_work(requests: int, pairs: int, classes: int, src_ids: int, dst_ids: int, status: Int64) -> Work:
+def empty_work(program: Program, batch: Batch, status: Int64, sort: bool) -> Work:
     """Allocate the arrays that the kernels of one build hand to each other.
 
     A group pair never has more pairs of blocks than ids on both sides together: block edges only ever advance.
     """
-    most = pairs * (src_ids + dst_ids)
+    requests, pairs, classes = len(status), len(program.pairs), len(program.classes)
+    dst_ids = len(batch.dst_ids)
+    most = pairs * (len(batch.src_ids) + dst_ids)
+    scratch = 0
+    if sort:
+        kind = program.lanes[:, item.LANE_KIND]
+        rows = (program.lanes[:, item.LANE_STOP] - program.lanes[:, item.LANE_START])[kind == item.CHAIN]
+        scratch = max(most * int(rows.max(initial=1)), 1 << order.RADIX)
     return Work(
         status,
         np.empty((requests, pairs, item.ALIGN_COLUMNS), np.int64),
@@ -87,6 +99,7 @@ def empty_work(requests: int, pairs: int, classes: int, src_ids: int, dst_ids: i
         np.zeros(dst_ids, np.uint8),
         np.empty(2 << dst_ids.bit_length(), np.int64),
         np.empty(requests + 1, np.int64),
+        np.empty((SCRATCH_ROWS, scratch), np.int64),
     )
 
 
@@ -100,10 +113,9 @@ def _run_once() -> None:
     columns = (item.ROW_COLUMNS, item.LANE_COLUMNS, item.CLASS_COLUMNS, item.PAIR_COLUMNS)
     program = Program(*map(nothing, columns), nothing(item.GROUP_COLUMNS), nothing(item.GROUP_COLUMNS))
     batch = Batch(nothing(), one, nothing(), one, nothing(0), nothing(0), nothing(), nothing())
-    work = empty_work(0, 0, 0, 0, 0, nothing(item.STATUS_COLUMNS))
+    work = empty_work(program, batch, nothing(item.STATUS_COLUMNS), False)
     cpu.measure(tuple(program), tuple(batch), tuple(work))
     cpu.write(tuple(program), tuple(batch), tuple(work), nothing(), nothing(), nothing())
-    descriptors.cut_count(nothing(), one, 1, one)
-    descriptors.cut(nothing(), nothing(), nothing(), 1, nothing(), nothing(), nothing())
+    descriptors.cut(nothing(), nothing(), nothing(), one, 1, nothing(3), nothing(3), *(nothing(),) * 3, one)
     ids.decode(np.frombuffer(bytearray(1), np.uint8), nothing(), one, nothing())
     descriptors.copy(nothing(), nothing(), nothing())

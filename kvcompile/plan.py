@@ -94,6 +94,7 @@ class Plan:
         self.dst = dst
         self._fault: str | None = None
         self._program = assemble(table, pairs, src, dst)
+        self._src_edges, self._dst_edges = src.edges, dst.edges
 
     def __repr__(self) -> str:
         return f"Plan({len(self.table)} rows, {len(self._program.lanes)} lanes, {len(self.pairs)} group pairs)"
@@ -131,6 +132,9 @@ class Plan:
         Parameters
         ----------
         requests : iterable of Request
+        sort : bool
+            Order the pieces of a lane by (src - dst, src) before merging: the fewest descriptors over all orders of the
+            pairs; the bytes copied are the same.
         out : Descriptors, optional
             An earlier result of `build`, which is overwritten and returned: its memory is reused, and grown if needed.
         max_length : int, optional
@@ -156,17 +160,16 @@ class Plan:
         batch_of = list(requests)
         batch, status, errors = gather(batch_of, self.src.block_size, self.dst.block_size)
         program = self._program
-        work = backend.empty_work(
-            len(batch_of), len(program.pairs), len(program.classes), len(batch.src_ids), len(batch.dst_ids), status
-        )
+        work = backend.empty_work(program, batch, status, sort)
         failed, uncovered = backend.measure(program, batch, work)
         result = Descriptors(_NONE, _NONE, _NONE, work.spans, tuple(r.id for r in batch_of)) if out is None else out
         columns = result._room(int(work.spans[-1]))
         backend.write(program, batch, work, *columns)
         spans = work.spans
-        if max_length is not None and len(columns[2]) and int(columns[2].max()) > max_length:
-            *columns, spans = backend.cut(*columns, spans, max_length)
-            result._memory = tuple(columns)
+        if max_length is not None or len(self._src_edges) or len(self._dst_edges):
+            columns, spans = backend.cut(columns, spans, max_length, self._src_edges, self._dst_edges)
+            if spans is not work.spans:
+                result._memory = columns
         result.src, result.dst, result.length = columns
         result.spans, result.requests = spans, tuple(r.id for r in batch_of)
         result.failed = self._failed(batch_of, status, errors) if failed else {}

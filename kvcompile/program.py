@@ -26,6 +26,7 @@ class Side(NamedTuple):
     null: tuple[int | None, ...]
     overlays: tuple[int, ...]
     buffers: tuple[tuple[int, int], ...]  # half-open ranges of addresses, ascending
+    chunks: tuple[int, ...]  # bytes of a chunk of each buffer, 0 for none
 
     @classmethod
     def of(cls, cache: Cache) -> "Side":
@@ -37,7 +38,14 @@ class Side(NamedTuple):
             tuple(group.null_block for group in cache.groups),
             cache.overlays,
             tuple((buffer.base, buffer.end) for buffer in cache.buffers or ()),
+            tuple(buffer.chunk_nbytes or 0 for buffer in cache.buffers or ()),
         )
+
+    @property
+    def edges(self) -> Int64:
+        """Base (wrapped to int64), bytes and chunk of each buffer, int64 [buffers, 3]; empty where nothing is chunked."""
+        rows = [(start, end - start, chunk) for (start, end), chunk in zip(self.buffers, self.chunks, strict=True)]
+        return np.array(rows if any(self.chunks) else [], np.uint64).reshape(-1, 3).view(np.int64)
 
 
 def fault(table: Table, pairs: tuple[GroupPair, ...], src: Side, dst: Side) -> str | None:
@@ -91,7 +99,9 @@ def assemble(table: Table, pairs: tuple[GroupPair, ...], src: Side, dst: Side) -
     lane_of = lanes(table, src_buffer, dst_buffer)
     order = np.argsort(lane_of, kind="stable")
 
-    class_of, class_first = number([table[name] for name in _CLASS], len(table))
+    divisor = np.maximum(np.gcd(table["src_stride"], table["dst_stride"]), 1)
+    units = table["src_stride"] // divisor, table["dst_stride"] // divisor
+    class_of, class_first = number([*(table[name] for name in _CLASS), *units], len(table))
     pair_number = {pair: at for at, pair in enumerate(pairs)}
 
     rows = np.empty((len(table), item.ROW_COLUMNS), np.int64)
@@ -108,6 +118,7 @@ def assemble(table: Table, pairs: tuple[GroupPair, ...], src: Side, dst: Side) -
     classes = np.zeros((len(class_first), item.CLASS_COLUMNS), np.int64)
     for column, name in _CLASS_COLUMN:
         classes[:, column] = table[name][class_first]
+    classes[:, item.SRC_UNIT], classes[:, item.DST_UNIT] = (unit[class_first] for unit in units)
     for at, first in enumerate(class_first):
         row = table[first]
         classes[at, item.CLASS_PAIR] = pair_number[GroupPair(int(row["src_group"]), int(row["dst_group"]))]
@@ -140,8 +151,6 @@ _CLASS_COLUMN = (
     (item.DST_PHASE, "dst_phase"),
     (item.PART, "part"),
     (item.PARTS, "parts"),
-    (item.CLASS_SRC_STRIDE, "src_stride"),
-    (item.CLASS_DST_STRIDE, "dst_stride"),
 )
 _CLASS = ("src_group", "dst_group", *(name for _, name in _CLASS_COLUMN))
 
