@@ -104,8 +104,8 @@ MODELS = {
     # config.json: num_hidden_layers 61, kv_lora_rank 512, qk_rope_head_dim 64, bfloat16
     "deepseek-v3": Model((Latent(1152),) * 61, block_size=64),
     # 93 layers, 24 of them MLA and 69 KDA: Kimi-K3's config as inference-sim#1638 quotes it; every fourth and the last
-    # are MLA, as in Kimi-Linear. Blocks of 768 tokens in kernel blocks of 64, 884,736 bytes: vllm#54272. 96 KDA heads of
-    # 128 are inferred: at TP 8 they need 814,080 bytes of state, for which vLLM rounds the block up to 768 tokens.
+    # are MLA, as in Kimi-Linear. Blocks of 768 tokens in kernel blocks of 64, 884,736 bytes: vllm#54272. 96 KDA heads
+    # of 128 are inferred: at TP 8 they need 814,080 bytes of state, for which vLLM rounds the block up to 768 tokens.
     # Convolution over 4 inputs, so 3 rows are kept, bfloat16; matrices float32: as in Kimi-Linear.
     "kimi-k3-like": Model(
         tuple(Latent(1152) if n % 4 == 0 or n == 93 else Delta(96, 3, 256, 65536) for n in range(1, 94)),

@@ -1,0 +1,130 @@
+"""Another process with memory and a Mooncake engine, for tests: started and ended by `Peer`, asked over a pipe."""
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+
+from kvcompile import Buffer, Cache, Descriptors, Field, Group, Region, TransferError
+from kvcompile.engines import Engine, MooncakeEngine
+
+CANARY = 0xFD
+WAIT = 60.0
+
+
+def rank(
+    base: int,
+    *,
+    heads: int = 4,
+    tp: tuple[int, int] = (0, 1),
+    layers: int = 3,
+    blocks: int = 32,
+    tokens: int = 4,
+    cell: int = 64,
+    gap: int = 512,
+) -> Cache:
+    """Make a small cache of keys and values, head first, one buffer a layer, with gaps between the layers."""
+    local = max(1, heads // tp[1])
+    half = local * tokens * cell
+    sizes = {"heads": heads, "tokens": tokens, "cell_nbytes": cell}
+    fields = (Field.hnd("k", **sizes), Field.hnd("v", offset=half, **sizes))
+    size = blocks * 2 * half
+    starts = [base + gap + layer * (size + gap) for layer in range(layers)]
+    regions = [Region(f"layer{i}", 0, start, 2 * half, blocks, fields) for i, start in enumerate(starts)]
+    return Cache(regions, [Group(tokens)], [Buffer(start, size) for start in starts], tp_rank=tp[0], tp_size=tp[1])
+
+
+def span(cache: Cache) -> int:
+    """Return the bytes from before the first buffer to behind the last, gaps of 512 included."""
+    return cache.buffers[-1].end - cache.buffers[0].base + 1024
+
+
+def whole(memory: np.ndarray) -> Cache:
+    """Make a cache whose one buffer is all of a piece of memory."""
+    nbytes = memory.nbytes
+    field = Field.hnd("kv", heads=1, tokens=1, cell_nbytes=nbytes)
+    return Cache([Region("all", 0, memory.ctypes.data, nbytes, 1, [field])], [Group(1)])
+
+
+def copies(src: Any, dst: Any, length: Any, spans: Any = None, requests: Any = None) -> Descriptors:
+    """Make descriptors by hand, of one request unless said otherwise."""
+    wide = [np.asarray(column, np.uint64) for column in (src, dst, length)]
+    columns = [np.ascontiguousarray(column) for column in np.broadcast_arrays(*wide)]
+    edges = np.array([0, len(columns[0])] if spans is None else spans, np.int64)
+    return Descriptors(*columns, edges, ("request",) if requests is None else tuple(requests))
+
+
+class Peer:
+    """A process that holds `memory` bytes, all CANARY, and serves what `_serve` knows."""
+
+    def __init__(self, nbytes: int, shape: dict[str, Any] | None) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(theirs, nbytes, shape), daemon=True)
+        self.process.start()
+        theirs.close()
+        self.session, self.address, cache = self._answer()
+        self.cache = Cache.from_bytes(cache)
+
+    def ask(self, what: str, *arguments: Any) -> Any:
+        self.pipe.send((what, *arguments))
+        return self._answer()
+
+    def memory(self) -> np.ndarray:
+        """Return a copy of its memory."""
+        return np.frombuffer(self.ask("memory"), np.uint8)
+
+    def signal(self, number: signal.Signals) -> None:
+        os.kill(self.process.pid, number)
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.join(10)
+        self.process.close()
+        self.pipe.close()
+
+    def _answer(self) -> Any:
+        if not self.pipe.poll(WAIT):
+            raise TimeoutError(f"no answer from the peer in {WAIT} s")
+        return self.pipe.recv()
+
+
+@contextmanager
+def peer(nbytes: int, shape: dict[str, Any] | None = None) -> Iterator[Peer]:
+    """Start a peer, with a cache of `rank(**shape)` or one buffer over its whole memory; end it on every path."""
+    started = Peer(nbytes, shape)
+    try:
+        yield started
+    finally:
+        started.end()
+
+
+def _serve(pipe: Connection, nbytes: int, shape: dict[str, Any] | None) -> None:
+    memory = np.full(nbytes, CANARY, np.uint8)
+    engine: Engine = MooncakeEngine("127.0.0.1")
+    cache = engine.register(whole(memory) if shape is None else rank(memory.ctypes.data, **shape))
+    pipe.send((engine.session, memory.ctypes.data, cache.to_bytes()))
+    while True:
+        try:
+            what, *arguments = pipe.recv()
+        except EOFError:
+            return
+        if what == "memory":
+            pipe.send(memory.tobytes())
+        elif what == "clear":
+            memory[:] = CANARY
+            pipe.send(None)
+        elif what == "unregister":
+            engine.unregister()
+            pipe.send(None)
+        elif what == "write":
+            session, columns = arguments
+            try:
+                pipe.send(engine.write(session, copies(*columns)))
+            except TransferError as error:
+                pipe.send(str(error))
