@@ -48,6 +48,9 @@ SRC_GROUP, DST_GROUP, SRC_SIZE, DST_SIZE, STATE, PAIR_SRC_STEP, PAIR_DST_STEP, P
 # Columns of a side's group. OVERLAY: the lowest group that shares bytes with this one.
 BOUND, HAS_NULL, NULL, OVERLAY, GROUP_COLUMNS = range(5)
 
+# Columns of a buffer whose chunks have edges: bytes, all three; a chunk of 0 is none.
+EDGE_BASE, EDGE_NBYTES, EDGE_CHUNK, EDGE_COLUMNS = range(4)
+
 # Columns of a request's status, and its codes.
 CODE, SIDE, GROUP, POSITION, OTHER, STATUS_COLUMNS = range(6)
 OK, REFUSED, UNEQUAL, SHORTER, NO_STATE, OUT_OF_BOUND, CONFLICT, TWICE = range(8)

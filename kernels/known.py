@@ -43,12 +43,12 @@ __all__ = ["count_candidates"]
 NONE = 2**63 - 1
 
 # Parts of `program`, the plan's arrays in one, in the same form.
-ROWS, LANES, CLASSES, PAIRS, SRC_GROUPS, DST_GROUPS, PROGRAM_PARTS = range(7)
+ROWS, LANES, CLASSES, PAIRS, SRC_GROUPS, DST_GROUPS, SRC_EDGES, DST_EDGES, PROGRAM_PARTS = range(9)
 
 # Columns of a list: its address, bytes from one id to the next, bytes of an id (negative: unsigned).
 LIST_ADDRESS, LIST_STRIDE, LIST_NBYTES, LIST_COLUMNS = range(4)
 
-# Columns of a request: the code that the host found, and whether its id is given twice.
+# Columns of a request: the status that the host found, and whether its id is given twice.
 GIVEN_CODE, GIVEN_SIDE, GIVEN_GROUP, GIVEN_POSITION, GIVEN_OTHER, GIVEN_TWICE, GIVEN_COLUMNS = range(7)
 
 # Columns of a (request, class): its periods.
@@ -64,7 +64,7 @@ cuts = jit(item.cuts)
 
 
 @jit
-def count_candidates(program, batch, status, aligned, windows, segments, covers, most):
+def count_candidates(program, batch, status, aligned, windows, segments, covers, most, src_chunk, dst_chunk):
     """Check the lists of a batch, and write what all offsets of a build follow from.
 
     Parameters
@@ -75,8 +75,8 @@ def count_candidates(program, batch, status, aligned, windows, segments, covers,
         In: what `gather` found. Out: also what is wrong with the lists.
     aligned, windows, segments, covers : int64 arrays, out
         See the parts of the same names.
-    most : int64
-        Bytes at which descriptors are cut; 0: not at all.
+    most, src_chunk, dst_chunk : int64
+        Bytes at which descriptors are cut, and of the smallest chunk of each side's buffers; 0: none.
 
     Returns
     -------
@@ -118,7 +118,11 @@ def count_candidates(program, batch, status, aligned, windows, segments, covers,
                 pieces = (stop - start) * row[item.COUNT]
                 nbytes += pieces * row[item.LENGTH]
                 # A padding that is bridged counts as the piece's before it.
-                descriptors += pieces * (1 if most == 0 else cuts(row[item.LENGTH] + row[item.TAIL], most))
+                whole = row[item.LENGTH] + row[item.TAIL]
+                made = 1 if most == 0 else cuts(whole, most)
+                made += 0 if src_chunk == 0 else whole // src_chunk + 1
+                made += 0 if dst_chunk == 0 else whole // dst_chunk + 1
+                descriptors += pieces * made
                 window, pair = windows[r, row[item.CLASS]], program.pairs[program.classes[row[item.CLASS], item.CLASS_PAIR]]
                 gaps |= window[WINDOW_START] != start or window[WINDOW_STOP] != stop
                 gaps |= program.src_groups[pair[item.SRC_GROUP], item.HAS_NULL] != 0
