@@ -174,7 +174,8 @@ def sort_pairs(src, dst, src_unit, dst_unit, scratch):
     if sorted_already(delta, by_src):
         return
     order = sort(delta, by_src, scratch[4:])
-    delta[:] = dst
+    for k in range(len(order)):
+        delta[k] = dst[k]  # sorted by now
     for k in range(len(order)):
         src[k], dst[k] = by_src[order[k]], delta[order[k]]
 
@@ -205,7 +206,7 @@ def count(program, batch, work):
                 elif lane[item.LANE_KIND] == item.DENSE:
                     total += extent[item.RUNS]
                 else:
-                    total += chain(program, batch, work, r, lane, False, none, none, none)
+                    total += chain(program, batch, work, r, lane, none, none, none)
         work.spans[r + 1] = work.spans[r] + total
 
 
@@ -253,7 +254,7 @@ def write(program, batch, work, src, dst, length):
                 spread(length[at:], work.run_blocks[begin:end], -row[item.TAIL], row[item.LENGTH] + row[item.TAIL])
                 at += extent[item.RUNS]
             else:
-                at += chain(program, batch, work, r, lane, True, src[at:], dst[at:], length[at:])
+                at += chain(program, batch, work, r, lane, src[at:], dst[at:], length[at:])
 
 
 @jit
@@ -271,8 +272,12 @@ def spread_inner(out, blocks, origin, stride, count, inner):
 
 
 @jit
-def chain(program, batch, work, r, lane, writes, src, dst, length):
-    """Walk a lane whose rows touch each other, period by period; return, and if asked write, its descriptors."""
+def chain(program, batch, work, r, lane, src, dst, length):
+    """Walk a lane whose rows touch each other, period by period; return how many descriptors it makes.
+
+    They are written into the columns given, unless those are empty.
+    """
+    writes = len(src) > 0
     rows = program.rows[lane[item.LANE_START] : lane[item.LANE_STOP]]
     start, stop = np.int64(2**62), np.int64(-(2**62))
     for row in rows:

@@ -1,7 +1,5 @@
 """Sort by (src - dst, src): the order in which everything that can merge is a neighbour. A radix sort, linear and stable."""
 
-import numpy as np
-
 from kvcompile._jit import jit
 
 __all__ = ["RADIX", "SCRATCH", "sort", "sorted_already"]
@@ -32,22 +30,32 @@ def sort(delta, src, scratch):
     order, other, counts = scratch[0, : len(src)], scratch[1, : len(src)], scratch[2, : 1 << RADIX]
     for i in range(len(order)):
         order[i] = i
-    for key in (src, delta):
+    for turn in range(2):
+        key = src if turn == 0 else delta
         least, most = key[0], key[0]
-        for value in key:
-            least, most = min(least, value), max(most, value)
-        for shift in range(0, 63, RADIX):
-            if (most - least) >> shift == 0:
-                break
-            counts[:] = 0
-            for value in key:
-                counts[((value - least) >> shift) & ((1 << RADIX) - 1)] += 1
-            total = np.int64(0)
-            for digit in range(len(counts)):
-                counts[digit], total = total, total + counts[digit]
-            for i in order:
-                digit = ((key[i] - least) >> shift) & ((1 << RADIX) - 1)
-                other[counts[digit]] = i
-                counts[digit] += 1
+        for i in range(len(key)):
+            least, most = min(least, key[i]), max(most, key[i])
+        shift = 0
+        while shift < 63 and (most - least) >> shift != 0:
+            sort_digit(key, least, shift, order, other, counts)
             order, other = other, order
+            shift += RADIX
     return order
+
+
+@jit
+def sort_digit(key, least, shift, order, other, counts):
+    """Sort a permutation stably by one digit of ``key - least`` into ``other``."""
+    for digit in range(len(counts)):
+        counts[digit] = 0
+    for i in range(len(key)):
+        counts[((key[i] - least) >> shift) & ((1 << RADIX) - 1)] += 1
+    total = 0
+    for digit in range(len(counts)):
+        begin = total
+        total += counts[digit]
+        counts[digit] = begin
+    for k in range(len(order)):
+        digit = ((key[order[k]] - least) >> shift) & ((1 << RADIX) - 1)
+        other[counts[digit]] = order[k]
+        counts[digit] += 1
