@@ -50,7 +50,7 @@ def jit(function: _F) -> _F:
     try:
         if folder is not None:
             numba.config.CACHE_DIR = str(folder)  # read by Numba when it decorates, not later
-        compiled: _F = numba.njit(nogil=True, cache=folder is not None)(function)
+        compiled: _F = numba.njit(nogil=True, cache=folder is not None, error_model="numpy", no_cfunc_wrapper=True)(function)
     finally:
         numba.config.CACHE_DIR = before
     return compiled
