@@ -30,7 +30,7 @@ def owner(program, work, number):
     return 1, (number - src_lists) // dst_groups, (number - src_lists) % dst_groups
 
 
-@cuda.jit(device=True)
+@cuda.jit(device=True, inline="always")
 def group_of(program, side, group):
     """Return the columns of a side's group."""
     groups = part(program, known.SRC_GROUPS if side == 0 else known.DST_GROUPS)

@@ -37,6 +37,11 @@ def launch_cut(stream, program, work, columns, cut_columns, descriptors, request
     launch(cut, descriptors, stream, program, work, columns, cut_columns, most)
 
 
+def launch_bring(stream, work, columns, out, number, descriptors):
+    """Enqueue the copying of descriptors, as many as the spans in part ``number`` say, to pinned host memory."""
+    launch(bring, descriptors, stream, work, columns, out, number)
+
+
 def launch_copy(stream, program, work, columns, descriptors, requests, staging, longest, unpacks):
     """Enqueue the copying of all src bytes into a staging buffer, in order and without gaps, or of all dst bytes out of it.
 
@@ -161,8 +166,8 @@ def cut(program, work, columns, cut_columns, most):
 
 
 @cuda.jit
-def bring(work, number, columns, out):
-    """Copy the columns of all descriptors, as many as the spans in part ``number`` say, to pinned host memory."""
+def bring(work, columns, out, number):
+    """Copy the columns of all descriptors."""
     i, size, room, spans = here(), len(columns) // 3, len(out) // 3, part(work, number)
     if i < spans[len(spans) - 1]:
         for column in range(3):

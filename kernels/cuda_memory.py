@@ -9,7 +9,7 @@ import ctypes
 import numpy as np
 from numba import config, cuda, types
 
-__all__ = ["load", "load16", "store", "store16"]
+__all__ = ["load", "load16", "store", "store16", "stream", "view"]
 
 if config.ENABLE_CUDASIM:
     WORDS = {1: ctypes.c_uint8, 2: ctypes.c_uint16, 4: ctypes.c_uint32, 8: ctypes.c_int64}
@@ -120,3 +120,14 @@ else:
             store2(address, value)
         else:
             store1(address, value)
+
+
+def stream(handle):
+    """Return a ``cudaStream_t`` as launches take it."""
+    return cuda.external_stream(handle) if handle else 0
+
+
+def view(address, size, owner):
+    """Return ``size`` int64 words at an address as an array that kernels take, without waiting for its stream."""
+    interface = {"shape": (size,), "typestr": "<i8", "data": (address, False), "version": 2}
+    return cuda.from_cuda_array_interface(interface, owner=owner, sync=False)

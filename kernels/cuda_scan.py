@@ -32,7 +32,7 @@ def here():
     return np.int64(cuda.blockIdx.x) * THREADS + cuda.threadIdx.x
 
 
-@cuda.jit(device=True)
+@cuda.jit(device=True, inline="always")
 def part(words, number):
     """Return a part of an array in which word k says where part k begins."""
     return words[words[number] : words[number + 1]]

@@ -1,0 +1,160 @@
+"""Block ids that lie in device memory, alone or beside others in host memory: found, described, never read here."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvcompile.backend import Batch
+from kvcompile.kernels import known
+from kvcompile.request import Request
+
+__all__ = ["DeviceArray", "Lists", "describe", "stand_in"]
+
+Int64 = npt.NDArray[np.int64]
+
+_ZERO = np.zeros(1, np.int64)
+
+
+class DeviceArray(NamedTuple):
+    """A 1-D array in device memory.
+
+    Attributes
+    ----------
+    address : int
+        Of its first item.
+    stride : int
+        Bytes from one item to the next.
+    dtype : dtype of numpy
+    size : int
+        Items.
+    stream : int or None
+        The stream on which its contents may still be under way; None: no need to care.
+    """
+
+    address: int
+    stride: int
+    dtype: np.dtype[Any]
+    size: int
+    stream: int | None
+
+
+class NoIds:
+    """Stands for an array on a device that holds no ids, so that the error about it can say what it is."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    def __repr__(self) -> str:
+        return self.what
+
+
+def describe(array: Any) -> DeviceArray | str | None:
+    """Describe what has a ``__cuda_array_interface__`` (versions 0 to 3).
+
+    Returns
+    -------
+    DeviceArray, str or None
+        None if it has no such interface; words, if it isn't a plain 1-D array.
+    """
+    interface = getattr(array, "__cuda_array_interface__", None)
+    if interface is None:
+        return None
+    shape, dtype = tuple(interface["shape"]), np.dtype(interface["typestr"])
+    if len(shape) != 1 or interface.get("mask") is not None or not dtype.isnative:
+        return f"a CUDA array of shape {shape} and type {interface['typestr']}"
+    strides = interface.get("strides")
+    stride = dtype.itemsize if strides is None else strides[0]
+    return DeviceArray(interface["data"][0] or 0, stride, dtype, shape[0], interface.get("stream"))
+
+
+def stand_in(requests: Sequence[Any]) -> tuple[list[Any], dict[tuple[int, int, int], DeviceArray]]:
+    """Put as many zeros in the place of ids in device memory.
+
+    Parameters
+    ----------
+    requests : sequence of Request
+        Anything else is passed on: `gather` refuses it.
+
+    Returns
+    -------
+    requests : list
+        For `gather`.
+    arrays : dict
+        (side, index of the request, group) -> the array that gives these ids. Side 0 is src.
+    """
+    arrays: dict[tuple[int, int, int], DeviceArray] = {}
+    changed = []
+    for number, request in enumerate(requests):
+        lists: dict[str, list[Any]] = {}
+        if isinstance(request, Request):
+            for side, name in enumerate(("src_blocks", "dst_blocks")):
+                given = getattr(request, name)
+                if isinstance(given, (list, tuple)) and any(hasattr(ids, "__cuda_array_interface__") for ids in given):
+                    lists[name] = [_replace(ids, (side, number, group), arrays) for group, ids in enumerate(given)]
+        changed.append(msgspec.structs.replace(request, **lists) if lists else request)
+    return changed, arrays
+
+
+def _replace(ids: Any, key: tuple[int, int, int], arrays: dict[tuple[int, int, int], DeviceArray]) -> Any:
+    found = describe(ids)
+    if found is None:
+        return ids
+    if isinstance(found, str):
+        return NoIds(found)
+    if found.dtype.kind not in "iu" and found.size:
+        return NoIds(f"a CUDA array of {found.dtype}")
+    if found.address % found.dtype.itemsize or found.stride % found.dtype.itemsize:
+        return NoIds(f"a CUDA array of {found.dtype} that is not aligned")
+    arrays[key] = found
+    return np.broadcast_to(_ZERO, found.size)
+
+
+class Lists:
+    """Where each id list of a batch is to be read from.
+
+    Parameters
+    ----------
+    batch : Batch
+    arrays : dict
+        As `stand_in` made it.
+    src_groups, dst_groups : int
+
+    Attributes
+    ----------
+    at : int64 array [lists + 1]
+        All src lists, then all dst lists.
+    host_ids : int64 array
+        The ids that were given in host memory.
+    """
+
+    def __init__(
+        self, batch: Batch, arrays: dict[tuple[int, int, int], DeviceArray], src_groups: int, dst_groups: int
+    ) -> None:
+        src_lists = len(batch.src_at) - 1
+        self.at = np.concatenate([batch.src_at, batch.src_at[-1] + batch.dst_at[1:]])
+        sizes = np.diff(self.at)
+        self._on_host = np.ones(len(sizes), bool)
+        self._table = np.full((len(sizes), known.LIST_COLUMNS), 8, np.int64)
+        for (side, number, group), array in arrays.items():
+            at = src_lists + number * dst_groups + group if side else number * src_groups + group
+            if group < (dst_groups if side else src_groups) and sizes[at] == array.size:  # else its request is refused
+                nbytes = array.dtype.itemsize if array.dtype.kind == "i" else -array.dtype.itemsize
+                self._on_host[at] = False
+                self._table[at] = int64(array.address), array.stride, nbytes
+        ids = np.concatenate([batch.src_ids, batch.dst_ids])
+        self.host_ids = ids if self._on_host.all() else ids[np.repeat(self._on_host, sizes)]
+        sizes[~self._on_host] = 0
+        self._starts = np.cumsum(sizes) - sizes
+
+    def table(self, address: int) -> Int64:
+        """Return the table of `known.LISTS`, given where the host's ids will be on the device."""
+        self._table[self._on_host, known.LIST_ADDRESS] = int64(address) + 8 * self._starts[self._on_host]
+        return self._table
+
+
+def int64(address: int) -> int:
+    """Return an unsigned address as kernels take it, wrapped around."""
+    return (address + 2**63) % 2**64 - 2**63

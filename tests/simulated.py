@@ -1,0 +1,83 @@
+"""A device in the simulator: its memory is this process's, its stream is the order of the calls."""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Int64 = npt.NDArray[np.int64]
+
+
+class SimulatedMemory:
+    """What `kvcompile.device_memory.Memory` does with CuPy, on arrays of numpy.
+
+    A wait counts: a build may not wait before its result is asked for.
+    """
+
+    key = 0
+    launches_on = 0
+
+    def __init__(self) -> None:
+        self.waits = 0
+        self.uploads = 0
+
+    def __enter__(self) -> "SimulatedMemory":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def empty(self, words: int) -> Int64:
+        # What a device holds before anything is written: here, numbers that are wrong wherever they are used.
+        return np.full(max(words, 1), -0x5A5A5A5A5A5A5A5B, np.int64)
+
+    pinned = empty
+
+    def address(self, array: Int64) -> int:
+        return array.ctypes.data
+
+    def for_kernels(self, array: Int64) -> Int64:
+        return array
+
+    def upload(self, to: Int64, words: Int64) -> None:
+        self.uploads += 1
+        to[: len(words)] = words
+
+    def download(self, words: Int64, source: Int64, start: int) -> None:
+        words[:] = source[start : start + len(words)]
+
+    def as_uint64(self, array: Int64, start: int, size: int) -> npt.NDArray[np.uint64]:
+        return array[start : start + size].view(np.uint64)
+
+    def on_host(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        return array
+
+    def follow(self, stream: int) -> None:
+        pass
+
+    def mark(self, *kept: Any) -> object:
+        return kept
+
+    def wait(self, event: object) -> None:
+        self.waits += 1
+
+    def wait_on_device(self, event: object) -> None:
+        pass
+
+
+class OnDevice:
+    """An array with a ``__cuda_array_interface__``, in the simulator's memory."""
+
+    def __init__(self, ids: npt.NDArray[Any]) -> None:
+        self.ids = ids
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {
+            "shape": self.ids.shape,
+            "typestr": self.ids.dtype.str,
+            "data": (self.ids.ctypes.data, False),
+            "strides": self.ids.strides,
+            "version": 3,
+            "stream": None,
+        }
