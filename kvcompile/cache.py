@@ -1,13 +1,14 @@
 """One rank's whole KV cache: its values fit together, or it cannot be made. It pairs nothing and moves nothing."""
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from kvcompile import handshake, overlap, topology
+from kvcompile import tensors as tensors_
 from kvcompile.errors import LayoutError
 from kvcompile.layout import Buffer, Field, Group, Region, Value
 
@@ -128,6 +129,54 @@ class Cache(Value, dict=True):
         """
         return handshake.unpack(data, cls)
 
+    @classmethod
+    def from_torch(
+        cls,
+        tensors: Mapping[str | int, Any],
+        *,
+        fields: Any,
+        groups: Sequence[Group],
+        group: int | Mapping[str | int, int] = 0,
+        dims: Any = None,
+        kernel_blocks: int | Mapping[str | int, int] = 1,
+        buffers: Sequence[Buffer] | None = None,
+        **places: int,
+    ) -> "Cache":
+        """Describe an engine's own tensors: strides give the addresses, arrangements the meaning.
+
+        Parameters
+        ----------
+        tensors : mapping
+            Layer name to tensor, or to a sequence of tensors (K and V; convolution and SSM state): torch, NumPy or CuPy
+            arrays, or anything with ``__dlpack__``; on any device. Views, slices and padded strides are taken as they are.
+        fields : Arrangement, or a sequence or mapping of them
+            What a tensor holds, and the order of its axes: a builder's result (`kvcompile.fields`). A sequence where a
+            layer has several tensors (one arrangement of as many parts is split among them); a mapping by layer name.
+        groups : sequence of Group
+        group : int or mapping by layer name
+            The group of each layer.
+        dims : str, or a sequence or mapping of them, optional
+            The axes that each dimension of a tensor's shape stands for, in the arrangement's letters, with spaces between:
+            ``"B H N PC"`` is vLLM's [blocks, heads, tokens, K and V], ``"BN H C"`` SGLang's [slots, heads, elements], ``1``
+            a dimension of one entry. Dimensions that share a letter are dense together (``"B PH PN PC"``: NVFP4 pages). By
+            default the arrangement's own order.
+        kernel_blocks : int or mapping by layer name
+            Kernel blocks (the tensor's first axis) of one block id.
+        buffers : sequence of Buffer, optional
+            Default: the tensors' storages.
+        **places
+            ``tp_rank``, ``tp_size``, ``dcp_size``, ``dcp_interleave``, ``dp_rank``, ``dp_size``.
+
+        Raises
+        ------
+        LayoutError
+            A shape that is not the arrangement's, an order that the strides contradict; and as of `Cache`.
+        """
+        ranks = {name: places[name] for name in ("tp_rank", "tp_size") if name in places}
+        regions, memories = tensors_.regions_of(tensors, fields, dims, group, kernel_blocks, **ranks)
+        found = tensors_.buffers_of(memories) if buffers is None else buffers
+        return cls(regions, groups, found, **places)
+
     @cached_property
     def digest(self) -> str:
         """sha256 in hex of everything, ``instance`` included: it changes at every registration."""
@@ -136,16 +185,22 @@ class Cache(Value, dict=True):
     @cached_property
     def shape_digest(self) -> str:
         """sha256 in hex of all but ``instance`` and the buffers' bases: equal for ranks that differ in addresses alone."""
-        order: dict[int, int] = {}  # buffer index -> number in order of first use
+        order, buffers = self.buffer_order, self.buffers
+        number = {index: number for number, index in enumerate(order)}
         shapes = []
         for region in self.regions:
             index = self.buffer_of(self.span(region)[0])
-            relative = region.base - self.buffers[index].base
-            shapes.append((order.setdefault(index, len(order)), relative % 2**64, _shape(region)))
-        unused = sorted(buffer.nbytes for index, buffer in enumerate(self.buffers) if index not in order)
-        sizes = [self.buffers[index].nbytes for index in order] + unused
+            shapes.append((number[index], (region.base - buffers[index].base) % 2**64, _shape(region)))
+        sizes = [(buffers[index].nbytes, buffers[index].chunk_nbytes) for index in order]
         places = (self.tp_rank, self.tp_size, self.dcp_size, self.dcp_interleave, self.dp_rank, self.dp_size)
         return handshake.digest(handshake.pack((shapes, self.groups, sizes, places)))
+
+    @cached_property
+    def buffer_order(self) -> tuple[int, ...]:
+        """Indices of the buffers, in the order in which the regions first use them; unused ones last, by size."""
+        used = dict.fromkeys(self.buffer_of(self.span(region)[0]) for region in self.regions)
+        rest = [index for index in range(len(self.buffers)) if index not in used]
+        return (*used, *sorted(rest, key=lambda index: self.buffers[index].nbytes))
 
     @cached_property
     def _bases(self) -> list[int]:

@@ -20,7 +20,7 @@ from kvcompile.errors import LayoutError
 from kvcompile.layout import Field, Region
 from kvcompile.table import JOINED, TABLE, join
 
-__all__ = ["GroupPair", "lower", "periods"]
+__all__ = ["GroupPair", "arrange", "lower", "periods"]
 
 Int64 = npt.NDArray[np.int64]
 Pieces = npt.NDArray[np.void]
@@ -94,8 +94,8 @@ class _Pair(NamedTuple):
         return self.src.region.base + start, self.src.region.base + stop
 
     @property
-    def kind(self) -> tuple[int, ...]:
-        """Pieces of different kinds never join."""
+    def kind(self) -> tuple[int, int, int, int, int, int]:
+        """Pieces of different kinds never join: groups, buffers, strides."""
         a, b = self.src, self.dst
         return a.region.group, b.region.group, a.buffer, b.buffer, a.stride, b.stride
 
@@ -111,7 +111,7 @@ def periods(src_block_size: int, dst_block_size: int, state: bool) -> tuple[int,
 def lower(
     src: Cache, dst: Cache, election: str, layers: Collection[str | int] | None = None, bridge_padding: bool = False
 ) -> tuple[Pieces, tuple[GroupPair, ...]]:
-    """Lower a pair of caches to its table.
+    """Lower a pair of caches to the rows of its table.
 
     Parameters
     ----------
@@ -126,8 +126,8 @@ def lower(
 
     Returns
     -------
-    table : structured array [rows] of `table.TABLE`
-        In the order dst group, src group, src phase, dst phase, src buffer, src_origin.
+    rows : structured array [rows] of `table.JOINED`
+        In no order (`arrange`).
     pairs : tuple of GroupPair
         By dst group, then src group.
 
@@ -149,16 +149,22 @@ def lower(
             if len(walked[key].pieces):
                 pair = _Pair(a, b, walked[key])
                 found.setdefault(pair.kind, []).append(pair)
-    rows = []
-    folded: dict[tuple[object, ...], Pieces] = {}
-    for same_kind in found.values():
+    folded: dict[tuple[object, ...], _Folded] = {}
+    for kind, same_kind in found.items():
         for cluster in _clusters(same_kind, whole=bridge_padding):
-            rows.append(_lower_cluster(cluster, folded, bridge_padding))
-    table = np.concatenate(rows) if rows else np.empty(0, JOINED)
-    keys = ("dst_origin", "src_origin", "src_buffer", "dst_phase", "src_phase", "src_group", "dst_group")
-    table = table[np.lexsort([table[key] for key in keys])]
+            _fold_cluster(cluster, kind, folded, bridge_padding)
     ordered = sorted(pairs, key=lambda pair: (pair.dst_group, pair.src_group))
-    return table[list(TABLE.names or ())].astype(TABLE), tuple(ordered)
+    return _placed(folded.values()), tuple(ordered)
+
+
+def arrange(rows: Pieces) -> Pieces:
+    """Return rows of `table.JOINED` as a table, in the order dst group, src group, src and dst phase, src buffer, origin."""
+    keys = ("dst_origin", "src_origin", "src_buffer", "dst_phase", "src_phase", "src_group", "dst_group")
+    rows = rows[np.lexsort([rows[key] for key in keys])]
+    table = np.empty(len(rows), TABLE)
+    for name in TABLE.names or ():
+        table[name] = rows[name]
+    return table
 
 
 def _places(cache: Cache, layers: Collection[str | int] | None) -> dict[str | int, dict[str, _Place]]:
@@ -269,23 +275,49 @@ def _clusters(same_kind: list[_Pair], whole: bool) -> list[list[_Pair]]:
     return clusters
 
 
-def _lower_cluster(cluster: list[_Pair], folded: dict[tuple[object, ...], Pieces], bridge_padding: bool) -> Pieces:
-    """Join and fold the pieces of a cluster, or shift the result of an equal one."""
+class _Folded(NamedTuple):
+    """The rows of a cluster, relative to its first regions' bases, and everywhere that an equal cluster stands."""
+
+    rows: Pieces
+    places: list[tuple[int, ...]]  # src, dst base; src, dst group; src, dst buffer
+
+
+def _fold_cluster(
+    cluster: list[_Pair], kind: tuple[int, ...], folded: dict[tuple[object, ...], _Folded], bridge_padding: bool
+) -> None:
+    """Join and fold the pieces of a cluster, unless that was done for an equal one."""
     src, dst = cluster[0].src, cluster[0].dst
     shifts = [(pair.src.region.base - src.region.base, pair.dst.region.base - dst.region.base) for pair in cluster]
     key = tuple((*pair.walked.key, *shift) for pair, shift in zip(cluster, shifts, strict=True))
-    if bridge_padding or key not in folded:
+    if bridge_padding:  # depends on what else lies around
+        key = (*key, src.region.base, dst.region.base)
+    if key not in folded:
         pieces = [_shift(pair.walked.pieces, *shift) for pair, shift in zip(cluster, shifts, strict=True)]
         joined = pieces[0] if len(pieces) == 1 else join(np.concatenate(pieces))
         if bridge_padding:
             joined = _shift(joined, src.region.base, dst.region.base)
             joined = bridge.bridge(joined, src.cache, dst.cache, src.region.group, dst.region.group)
             joined = _shift(joined, -src.region.base, -dst.region.base)
-        folded[key] = strided.fold(joined)
-    rows = _shift(folded[key], src.region.base, dst.region.base)
-    rows["src_group"], rows["dst_group"] = src.region.group, dst.region.group
-    rows["src_buffer"], rows["dst_buffer"] = src.buffer, dst.buffer
-    return rows
+        folded[key] = _Folded(strided.fold(joined), [])
+    folded[key].places.append((src.region.base, dst.region.base, *kind[:4]))
+
+
+def _placed(folded: Collection[_Folded]) -> Pieces:
+    """Return the rows of all clusters where they stand, with their groups and buffers."""
+    table = np.empty(sum(len(rows) * len(places) for rows, places in folded), JOINED)
+    at = 0
+    for rows, places in folded:
+        here = table[at : at + len(rows) * len(places)]
+        at += len(here)
+        here[:] = np.tile(rows, len(places))
+        src_base, dst_base, *rest = (
+            np.repeat(np.array(column, np.uint64), len(rows)) for column in zip(*places, strict=True)
+        )
+        here["src_origin"] += src_base
+        here["dst_origin"] += dst_base
+        for name, column in zip(("src_group", "dst_group", "src_buffer", "dst_buffer"), rest, strict=True):
+            here[name] = column
+    return table
 
 
 def _shift(pieces: Pieces, src: int, dst: int) -> Pieces:

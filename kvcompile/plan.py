@@ -5,7 +5,7 @@ from collections.abc import Hashable, Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvcompile import backend, lowering, topology
+from kvcompile import backend, shapes, topology
 from kvcompile.backend import Batch
 from kvcompile.cache import Cache
 from kvcompile.descriptors import Descriptors, positive
@@ -69,7 +69,7 @@ def compile(  # noqa: A001 (the field's word)
         unknown = chosen - {region.layer for cache in (src, dst) for region in cache.regions}
         if unknown:
             raise ValueError(f"layers: neither side holds {sorted(map(repr, unknown))[:5]}")
-    table, pairs = lowering.lower(src, dst, election, chosen, bridge_padding)
+    table, pairs = shapes.lowered(src, dst, election, chosen, bridge_padding)
     return Plan(table, pairs, Side.of(src), Side.of(dst))
 
 
