@@ -2,11 +2,12 @@
 
 import math
 import random
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 
 from kvcompile import KVCompileError
 from kvcompile.cli.demo_values import Load
-from kvcompile.cli.geometries import MODELS, Model, Serving, regions
+from kvcompile.cli.geometries import MODELS, Kind, Model, Serving, regions
 
 __all__ = ["SIDES", "Options", "Size", "fit", "make_loads", "nbytes", "num_blocks"]
 
@@ -136,11 +137,16 @@ def num_blocks(model: Model, serving: Serving, tokens: int, states: int) -> list
 
 def nbytes(options: Options, layers: int, tokens: int, states: int) -> int:
     """Return the bytes of all ranks of both sides."""
-    model = MODELS[options.model]
+    kinds = Counter(MODELS[options.model].layers[:layers])
+    return sum(count * _layer_nbytes(options, kind, tokens, states) for kind, count in kinds.items())
+
+
+def _layer_nbytes(options: Options, kind: Kind, tokens: int, states: int) -> int:
+    model = replace(MODELS[options.model], layers=(kind,))
     total = 0
     for serving in options.sides().values():
-        blocks = num_blocks(model, serving, tokens, states)
+        (blocks,) = num_blocks(model, serving, tokens, states)
         for rank in range(serving.tp_size):
-            ones = regions(model, serving, rank, layers, [1] * len(model.groups()))
-            total += sum(region.block_stride * region.num_blocks * blocks[region.group] for region in ones)
+            (region,) = regions(model, serving, rank, 1, [1])
+            total += region.block_stride * region.num_blocks * blocks
     return total

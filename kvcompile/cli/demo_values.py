@@ -13,7 +13,7 @@ __all__ = ["CANARY", "UNUSED", "Arena", "Load", "Wrong"]
 
 Bytes = npt.NDArray[np.uint8]
 
-LARGEST = 250
+LARGEST = 127
 """No cell holds a byte above this, so that these two are recognized wherever they turn up:"""
 CANARY = 0xFD
 UNUSED = 0xFE
@@ -150,7 +150,10 @@ class Arena:
                 yield region, field, np.lib.stride_tricks.as_strided(self.memory[place:], shape, strides)
 
     def _values(self, load: Load, cache: Cache, region: Region, field: Field, tokens: npt.NDArray[np.uint64]) -> Bytes:
-        """Return what cells hold, [blocks, local heads, tokens, bytes]: windows of a table, by all coordinates."""
+        """Return what cells hold, [blocks, local heads, tokens, bytes].
+
+        All coordinates are mixed into one number, which chooses a window of a table and is xored into its words.
+        """
         start, stop = cache.shard(field)
         head = np.arange(start, stop, dtype=np.uint64)
         name = zlib.crc32(f"{region.layer}/{field.name}".encode())
@@ -162,8 +165,9 @@ class Arena:
         window = (mixed >> np.uint64(40)) % np.uint64(_TABLE_WORDS)
         words = -(-field.cell_nbytes // 8)
         windows = np.lib.stride_tricks.sliding_window_view(self._table.view(np.uint64), words)
-        cells: Bytes = windows[window].view(np.uint8)[..., : field.cell_nbytes]
-        return cells
+        cells: npt.NDArray[np.uint64] = windows[window]
+        cells ^= (mixed & np.uint64(0x7F7F7F7F7F7F7F7F))[..., None]
+        return cells.view(np.uint8)[..., : field.cell_nbytes]
 
     def _locate(self, cache: Cache, place: int, got: int) -> Wrong:
         """Say which cell a byte of the arena is in, or that it is in none."""
