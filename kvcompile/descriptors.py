@@ -5,6 +5,7 @@ from collections.abc import Hashable, Iterator
 import numpy as np
 import numpy.typing as npt
 
+from kvcompile import arena
 from kvcompile.errors import RequestError
 
 __all__ = ["Descriptors"]
@@ -104,7 +105,7 @@ class Descriptors:
     def _room(self, size: int) -> tuple[UInt64, UInt64, UInt64]:
         """Return columns of ``size`` items from this result's own memory, grown where it is too small."""
         if self._memory is None or len(self._memory[0]) < size:
-            self._memory = (np.empty(size, np.uint64), np.empty(size, np.uint64), np.empty(size, np.uint64))
+            self._memory = arena.take(size)
         src, dst, length = self._memory
         return src[:size], dst[:size], length[:size]
 

@@ -1,0 +1,48 @@
+"""Memory of descriptors, used again once nothing refers to it. A fresh array costs several times the build: page faults.
+
+A column handed out keeps its lease alive, and so does every view of it, in any thread: a batch still in flight is
+never overwritten. When the last one is gone, the memory can be taken again.
+"""
+
+import threading
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["MAX_NBYTES", "take"]
+
+UInt64 = npt.NDArray[np.uint64]
+Columns = tuple[UInt64, UInt64, UInt64]
+
+MAX_NBYTES = 64 << 20
+"""What is kept for later, at most; more goes back to the system."""
+
+_free: list[UInt64] = []
+_lock = threading.RLock()  # a lease may end while its own thread holds the lock
+
+
+class _Lease:
+    """What NumPy takes the array from, and so keeps as the base of it and of all its views."""
+
+    def __init__(self, memory: UInt64) -> None:
+        self.memory = memory
+        self.__array_interface__ = memory.__array_interface__
+
+    def __del__(self) -> None:
+        with _lock:
+            _free.append(self.memory)
+            while len(_free) > 1 and sum(memory.nbytes for memory in _free) > MAX_NBYTES:
+                _free.pop(0)
+
+
+def take(size: int) -> Columns:
+    """Return three uint64 columns of at least ``size`` items, alike in size, with whatever they held before."""
+    memory = None
+    with _lock:
+        for index, candidate in enumerate(_free):
+            if len(candidate) >= 3 * size:
+                memory = _free.pop(index)
+                break
+    array = np.asarray(_Lease(np.empty(3 * size, np.uint64) if memory is None else memory))
+    third = len(array) // 3
+    return array[:third], array[third : 2 * third], array[2 * third :]
