@@ -21,8 +21,17 @@ def shard(field: Field, cache: Cache) -> range:
     return range(only := cache.tp_rank * field.heads // cache.tp_size, only + 1)
 
 
+def held(cache: Cache, field: Field, token: int) -> bool:
+    """Whether the rank has a token of a block: context parallelism deals them out, ``dcp_interleave`` at a time."""
+    places = cache.dcp_size if field.dcp_sharded else 1
+    return token // cache.dcp_interleave % places == cache.tp_rank % places
+
+
 def address(cache: Cache, region: Region, field: Field, block: int, head: int, token: int, byte: int) -> int:
     """Address of a byte. ``head`` counts over the model, ``token`` from the first of the block (or a row of state)."""
+    if field.dcp_sharded:
+        width = cache.dcp_interleave
+        token = token // (width * cache.dcp_size) * width + token % width
     kernel_block = block * region.kernel_blocks + token // field.tokens
     local_head = head - shard(field, cache).start
     return (
@@ -30,9 +39,17 @@ def address(cache: Cache, region: Region, field: Field, block: int, head: int, t
         + kernel_block * region.block_stride
         + field.offset
         + local_head * field.head_stride
-        + token % field.tokens * field.token_stride
+        + token % field.tokens // field.tokens_per_cell * field.token_stride
         + byte
     )
+
+
+def first_tokens(cache: Cache, region: Region, field: Field) -> list[int]:
+    """First token in the block (or row of state) of each cell of a head that the rank has."""
+    group = cache.groups[region.group]
+    if group.state:
+        return list(range(field.tokens))
+    return [token for token in range(0, group.block_size, field.tokens_per_cell) if held(cache, field, token)]
 
 
 def tensors(cache: Cache) -> dict[tuple[str, str], tuple[Region, Field]]:
@@ -58,7 +75,7 @@ def block_addresses(cache: Cache, group: int, block: int) -> set[int]:
         for region, field in tensors(cache).values()
         if region.group == group
         for head in shard(field, cache)
-        for token in range(field.tokens * region.kernel_blocks)
+        for token in first_tokens(cache, region, field)
         for byte in range(field.cell_nbytes)
     }
 
@@ -132,11 +149,13 @@ def copies(request: Request, src: Cache, dst: Cache) -> list[tuple[int, int]]:
             dst_region, dst_field = theirs[key]
             heads = [head for head in shard(field, src) if head in shard(dst_field, dst)]
             for (src_block, src_token), (dst_block, dst_token) in matches:
-                rows = (
-                    [(row, row) for row in range(field.tokens)]
-                    if dst.groups[pair[1]].state
-                    else [(src_token, dst_token)]
-                )
+                if dst.groups[pair[1]].state:
+                    rows = [(row, row) for row in range(field.tokens)]
+                elif held(src, field, src_token) and held(dst, dst_field, dst_token):
+                    # A cell of several tokens is copied once, with its first.
+                    rows = [] if src_token % field.tokens_per_cell else [(src_token, dst_token)]
+                else:
+                    rows = []
                 for head, (a, b), byte in itertools.product(heads, rows, range(field.cell_nbytes)):
                     found.append(
                         (

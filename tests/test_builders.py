@@ -100,8 +100,9 @@ SIZES = ((2, 2), (1, 2), (4, 1), (2, 3), (3, 8))
 @pytest.mark.parametrize("kind", KINDS)
 def test_head_resharding(kind: str) -> None:
     """Heads move between any TP sizes and orders, also padded and in NVFP4, which connectors refuse."""
-    # Where some parts have no heads to put outside (a scale for all), K and V stay outside the heads.
-    orders = [order for order in ORDERS if kind != "scales by token" or _parts_outside_heads(order)]
+    # Where parts differ in heads or in cells, they lie outside that axis.
+    axis = {"scales by token": "H", "scales by head": "N"}.get(kind, "C")
+    orders = [order for order in ORDERS if _parts_outside(axis, order)]
     for number, (src_size, dst_size) in enumerate(SIZES):
         src_order, dst_order = orders[2 * number % len(orders)], orders[(3 * number + 1) % len(orders)]
         srcs = [cache_of(small(kind, src_order), rank, src_size) for rank in range(src_size)]
@@ -110,9 +111,9 @@ def test_head_resharding(kind: str) -> None:
         assert moved == sum(3 * payload(dst.regions, dst) for dst in dsts)
 
 
-def _parts_outside_heads(order: str) -> bool:
+def _parts_outside(axis: str, order: str) -> bool:
     letters = fields.arrangement.ordered(order)
-    return letters.index("P") < letters.index("H")
+    return letters.index("P") < letters.index(axis)
 
 
 def payload(regions: tuple[Region, ...], cache: Cache) -> int:
@@ -356,10 +357,8 @@ def test_draft_layers_have_heads_of_their_own() -> None:
         return made
 
     srcs, dsts = caches(8, 0), caches(4, 1 << 30)
-    check_sizes = [
-        [kvcompile.compile(src, dst).build([Request("r", [[0]], [[0]])]).nbytes for src in srcs] for dst in dsts
-    ]
-    for rank, sizes in enumerate(check_sizes):
+    moved = [[kvcompile.compile(src, dst).build([Request("r", [[0]], [[0]])]).nbytes for src in srcs] for dst in dsts]
+    for rank, sizes in enumerate(moved):
         expected = [0] * 8
         expected[2 * rank], expected[2 * rank + 1] = 8192 + 18432, 8192
         assert sizes == expected
