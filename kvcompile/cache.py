@@ -15,7 +15,7 @@ from kvcompile.layout import Buffer, Field, Group, Region, Value
 __all__ = ["Cache", "merge"]
 
 MAX_INTERVALS = 1 << 18
-"""Contiguous pieces in one block, summed over the distinct geometries of a cache: a bound on what validation may cost."""
+"""Contiguous pieces in one block, summed over a cache's distinct geometries: a bound on what validation may cost."""
 
 
 class Cache(Value, dict=True):
@@ -110,7 +110,8 @@ class Cache(Value, dict=True):
         """For each group the lowest group that it shares bytes with, directly or through others; itself if none.
 
         Groups that overlay each other use one id space: an id belongs to one of them at a time. Exact where the
-        regions' strides per block id agree; regions of two groups with other strides whose spans overlap count as sharing.
+        regions' strides per block id agree; regions of two groups with other strides count as sharing where their
+        spans overlap.
         """
         return _overlays(self)
 
@@ -140,7 +141,7 @@ class Cache(Value, dict=True):
         dims: Any = None,
         kernel_blocks: int | Mapping[str | int, int] = 1,
         buffers: Sequence[Buffer] | None = None,
-        **places: int,
+        **places: Any,
     ) -> "Cache":
         """Describe an engine's own tensors: strides give the addresses, arrangements the meaning.
 
@@ -148,7 +149,7 @@ class Cache(Value, dict=True):
         ----------
         tensors : mapping
             Layer name to tensor, or to a sequence of tensors (K and V; convolution and SSM state): torch, NumPy or CuPy
-            arrays, or anything with ``__dlpack__``; on any device. Views, slices and padded strides are taken as they are.
+            arrays, or anything with ``__dlpack__``; on any device. Views, slices and padded strides are taken as found.
         fields : Arrangement, or a sequence or mapping of them
             What a tensor holds, and the order of its axes: a builder's result (`kvcompile.fields`). A sequence where a
             layer has several tensors (one arrangement of as many parts is split among them); a mapping by layer name.
@@ -156,10 +157,10 @@ class Cache(Value, dict=True):
         group : int or mapping by layer name
             The group of each layer.
         dims : str, or a sequence or mapping of them, optional
-            The axes that each dimension of a tensor's shape stands for, in the arrangement's letters, with spaces between:
-            ``"B H N PC"`` is vLLM's [blocks, heads, tokens, K and V], ``"BN H C"`` SGLang's [slots, heads, elements], ``1``
-            a dimension of one entry. Dimensions that share a letter are dense together (``"B PH PN PC"``: NVFP4 pages). By
-            default the arrangement's own order.
+            The axes that each dimension of a tensor's shape stands for, in the arrangement's letters, with spaces
+            between: ``"B H N PC"`` is vLLM's [blocks, heads, tokens, K and V], ``"BN H C"`` SGLang's [slots, heads,
+            elements], ``1`` a dimension of one entry. Dimensions that share a letter are dense together (``"B PH PN PC"``:
+            NVFP4 pages). By default the arrangement's own order.
         kernel_blocks : int or mapping by layer name
             Kernel blocks (the tensor's first axis) of one block id.
         buffers : sequence of Buffer, optional
@@ -175,7 +176,7 @@ class Cache(Value, dict=True):
         ranks = {name: places[name] for name in ("tp_rank", "tp_size") if name in places}
         regions, memories = tensors_.regions_of(tensors, fields, dims, group, kernel_blocks, **ranks)
         found = tensors_.buffers_of(memories) if buffers is None else buffers
-        return cls(regions, groups, found, **places)
+        return cls(tuple(regions), tuple(groups), tuple(found), **places)
 
     @cached_property
     def digest(self) -> str:
@@ -184,7 +185,7 @@ class Cache(Value, dict=True):
 
     @cached_property
     def shape_digest(self) -> str:
-        """sha256 in hex of all but ``instance`` and the buffers' bases: equal for ranks that differ in addresses alone."""
+        """sha256 in hex of all but ``instance`` and the buffers' bases: equal where only addresses differ."""
         order, buffers = self.buffer_order, self.buffers
         number = {index: number for number, index in enumerate(order)}
         shapes = []
@@ -269,8 +270,9 @@ class Cache(Value, dict=True):
             short = region.num_blocks > 1 and bool(np.any(size > region.block_stride))
             if short or overlap.collide(overlap.pieces(start, size, region.block_stride, region.num_blocks)):
                 raise LayoutError(
-                    f"layer {region.layer!r:.80}: two cells of its region share a byte, expected each byte in one cell: fields "
-                    f"{[field.name for field in region.fields]!r:.200}, block_stride {region.block_stride}, {region.num_blocks} blocks"
+                    f"layer {region.layer!r:.80}: two cells of its region share a byte, expected each byte in one cell: "
+                    f"fields {[field.name for field in region.fields]!r:.200}, block_stride {region.block_stride}, "
+                    f"{region.num_blocks} blocks"
                 )
 
     def _check_buffers(self) -> None:

@@ -24,8 +24,9 @@ FOLDERS = ("kvcompile", "kernels", "tests", "bench", "docs", "examples", "tools"
 TIERS = (
     ("errors",),
     ("layout", "topology"),
-    ("overlap", "handshake", "cache", "descriptors"),
-    ("table", "lanes", "strided", "bridge", "lowering"),
+    ("fields", "memory"),
+    ("overlap", "handshake", "tensors", "cache", "descriptors"),
+    ("models", "table", "lanes", "strided", "bridge", "lowering"),
     ("_jit", "kernels"),
     ("backend",),
     ("request", "program"),
