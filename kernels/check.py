@@ -1,4 +1,4 @@
-"""What is wrong with a batch: alignments, ids out of bounds, dst blocks given twice. The first error of a request stays."""
+"""What is wrong with a batch: alignments, ids out of bounds, blocks given twice. A request keeps its first error."""
 
 import numpy as np
 

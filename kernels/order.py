@@ -1,4 +1,4 @@
-"""Sort by (src - dst, src): the order in which everything that can merge is a neighbour. A radix sort, linear and stable."""
+"""Sort by (src - dst, src): the order in which all that can merge are neighbours. A radix sort, linear and stable."""
 
 from kvcompile._jit import jit
 

@@ -11,7 +11,7 @@ import hashlib
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numba
 from numba import types
@@ -19,8 +19,6 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 __all__ = ["cache_folder", "jit", "locked", "move"]
-
-_F = TypeVar("_F", bound=Callable[..., Any])
 
 
 @functools.cache
@@ -43,17 +41,18 @@ def cache_folder() -> Path | None:
     return folder if os.access(folder, os.W_OK) else None
 
 
-def jit(function: _F) -> _F:
+def jit(function: Callable[..., Any]) -> Any:
     """Compile a function in nopython mode, without the GIL, cached on disk; lazily, at its first call."""
     folder = cache_folder()
     before = numba.config.CACHE_DIR
     try:
         if folder is not None:
             numba.config.CACHE_DIR = str(folder)  # read by Numba when it decorates, not later
-        compiled: _F = numba.njit(nogil=True, cache=folder is not None, error_model="numpy", no_cfunc_wrapper=True)(function)
+        # No divisor here is ever zero, and nobody calls a kernel from C: both cost compile time.
+        policy = numba.njit(nogil=True, cache=folder is not None, error_model="numpy", no_cfunc_wrapper=True)
+        return policy(function)
     finally:
         numba.config.CACHE_DIR = before
-    return compiled
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Memory of descriptors, used again once nothing refers to it. A fresh array costs several times the build: page faults.
+"""Memory of descriptors, used again once nothing refers to it: the page faults of fresh memory cost more than a build.
 
 A column handed out keeps its lease alive, and so does every view of it, in any thread: a batch still in flight is
 never overwritten. When the last one is gone, the memory can be taken again.

@@ -18,7 +18,7 @@ MAX_INTERVALS = 1 << 18
 """Contiguous pieces in one block, summed over a cache's distinct geometries: a bound on what validation may cost."""
 
 
-class Cache(Value, dict=True):
+class Cache(Value, frozen=True, dict=True):
     """One rank's whole cache: its regions, the groups they belong to, and the rank's place.
 
     Parameters
@@ -45,9 +45,9 @@ class Cache(Value, dict=True):
         agree, the same (layer, field) twice, a rank outside its size, or a value of the wrong kind.
     """
 
-    regions: tuple[Region, ...]
-    groups: tuple[Group, ...]
-    buffers: tuple[Buffer, ...] | None = None
+    regions: Sequence[Region]
+    groups: Sequence[Group]
+    buffers: Sequence[Buffer] = None  # type: ignore[assignment]  # never None once made
     tp_rank: int = 0
     tp_size: int = 1
     dcp_size: int = 1
@@ -270,7 +270,7 @@ class Cache(Value, dict=True):
             short = region.num_blocks > 1 and bool(np.any(size > region.block_stride))
             if short or overlap.collide(overlap.pieces(start, size, region.block_stride, region.num_blocks)):
                 raise LayoutError(
-                    f"layer {region.layer!r:.80}: two cells of its region share a byte, expected each byte in one cell: "
+                    f"layer {region.layer!r:.80}: two cells of its region share a byte, expected each in one cell: "
                     f"fields {[field.name for field in region.fields]!r:.200}, block_stride {region.block_stride}, "
                     f"{region.num_blocks} blocks"
                 )
@@ -316,7 +316,8 @@ def _shape(region: Region) -> tuple[Any, ...]:
 def _overlays(cache: Cache) -> tuple[int, ...]:
     owner = list(range(len(cache.groups)))
     spans = sorted((*cache.span(region), number) for number, region in enumerate(cache.regions))
-    reach, cluster = 0, []
+    cluster: list[int] = []
+    reach = 0
     for start, end, number in [*spans, (2**64, 2**64, -1)]:
         if start >= reach:
             _unite(cache, cluster, owner)

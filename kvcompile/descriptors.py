@@ -1,4 +1,4 @@
-"""The result of a build: three columns of addresses and lengths, and which request owns which rows. It moves nothing."""
+"""The result of a build: columns of addresses and lengths, and which request owns which rows. It moves nothing."""
 
 from collections.abc import Hashable, Iterator
 

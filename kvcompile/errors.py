@@ -1,4 +1,4 @@
-"""Every error that kvcompile raises on purpose. It does not format inputs: each raiser says what, where, expected and got."""
+"""Every error that kvcompile raises on purpose. Each raiser says what, where, expected and got."""
 
 from collections.abc import Hashable, Iterable
 

@@ -5,6 +5,8 @@ period. A lane is a connected component of that. Only rows of one lane ever merg
 after it. A row of several pieces, ``count`` above 1, was made of pieces that no other can touch, and is a lane alone.)
 """
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
@@ -26,7 +28,9 @@ def lanes(table: Table, src_buffer: Int64, dst_buffer: Int64) -> Int64:
     same = ("src_group", "dst_group", "src_stride", "dst_stride", "src_step", "dst_step")
     kind, _ = number([*(table[name] for name in same), src_buffer, dst_buffer], len(table))
     kind = np.where(table["count"] == 1, kind, -1 - np.arange(len(table)))  # its own kind: touches nothing
-    begin, end, turn = [kind], [kind], [kind]
+    begin: list[npt.NDArray[Any]] = [kind]
+    end: list[npt.NDArray[Any]] = [kind]
+    turn: list[npt.NDArray[Any]] = [kind]
     for side in ("src", "dst"):
         stride = table[f"{side}_stride"].astype(np.uint64)
         first = table[f"{side}_origin"] + table[f"{side}_phase"].astype(np.uint64) * stride
@@ -37,7 +41,7 @@ def lanes(table: Table, src_buffer: Int64, dst_buffer: Int64) -> Int64:
     return _components(len(table), *edges)
 
 
-def _meet(ends: list[npt.NDArray[np.generic]], begins: list[npt.NDArray[np.generic]]) -> Int64:
+def _meet(ends: list[npt.NDArray[Any]], begins: list[npt.NDArray[Any]]) -> Int64:
     """Return edges, int64 [2, n], that connect every row to all rows that begin where it ends."""
     size = len(ends[0])
     place, _ = number([np.concatenate([a, b]) for a, b in zip(ends, begins, strict=True)], 2 * size)
@@ -67,7 +71,7 @@ def _components(size: int, a: Int64, b: Int64) -> Int64:
             return np.unique(least, return_inverse=True)[1].reshape(-1)
 
 
-def number(keys: list[npt.NDArray[np.generic]], size: int) -> tuple[Int64, Int64]:
+def number(keys: list[npt.NDArray[Any]], size: int) -> tuple[Int64, Int64]:
     """Number equal key tuples; return each item's number and each number's first item."""
     if not size:
         return np.empty(0, np.int64), np.empty(0, np.int64)

@@ -1,8 +1,8 @@
-"""The values that say where bytes lie: field, region, group, buffer. Each checks itself; how they fit together is `Cache`'s."""
+"""The values that say where bytes lie: field, region, group, buffer. How they fit together is `Cache`'s to check."""
 
 import operator
-from collections.abc import Iterable
-from typing import NoReturn
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
 
 import msgspec
 import numpy as np
@@ -50,15 +50,17 @@ class Value(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
         return type(self).__name__
 
 
-class Field(Value):
+class Field(Value, frozen=True):
     """One tensor inside a kernel block, with axes [heads, tokens, bytes of a cell].
 
-    Byte ``c`` of (local head ``h``, cell ``n``) lies at ``offset + h*head_stride + n*token_stride + c`` of its kernel block.
+    Byte ``c`` of (local head ``h``, cell ``n``) lies at ``offset + h*head_stride + n*token_stride + c``
+    of its kernel block.
 
     Parameters
     ----------
     name : str
-        ``kv``, ``k``, ``v``, ``k_scale``, ``latent``, ``conv_x``, ``ssm``, ... Same layer and name on both sides are the same tensor.
+        ``kv``, ``k``, ``v``, ``k_scale``, ``latent``, ``conv_x``, ``ssm``, ... Same layer and name on both sides
+        are the same tensor.
     heads : int
         Heads of the whole model; a rank's own follow from its place (`Cache.shard`).
     tokens : int
@@ -107,7 +109,7 @@ class Field(Value):
         return self.tokens // self.tokens_per_cell
 
     @classmethod
-    def hnd(cls, name: str, *, heads: int, tokens: int, cell_nbytes: int, offset: int = 0, **flags: int) -> "Field":
+    def hnd(cls, name: str, *, heads: int, tokens: int, cell_nbytes: int, offset: int = 0, **flags: Any) -> "Field":
         """Make a field in [head, token, byte] order, contiguous.
 
         Parameters and errors as for `Field`; the strides follow: a head after ``tokens`` cells, a token after one.
@@ -117,11 +119,12 @@ class Field(Value):
 
     @classmethod
     def nhd(
-        cls, name: str, *, heads: int, local_heads: int, tokens: int, cell_nbytes: int, offset: int = 0, **flags: int
+        cls, name: str, *, heads: int, local_heads: int, tokens: int, cell_nbytes: int, offset: int = 0, **flags: Any
     ) -> "Field":
         """Make a field in [token, head, byte] order, contiguous.
 
-        ``local_heads`` is the number of heads between two tokens in this rank's memory: its shard, or more where it is padded.
+        ``local_heads`` is the number of heads between two tokens in this rank's memory: its shard, or more where
+        it is padded.
         Other parameters and errors as for `Field`.
         """
         return cls(name, heads, tokens, cell_nbytes, offset, cell_nbytes, local_heads * cell_nbytes, **flags)
@@ -130,7 +133,7 @@ class Field(Value):
         return f"Field {self.name!r:.80}"
 
 
-class Region(Value):
+class Region(Value, frozen=True):
     """Equally spaced kernel blocks of one layer inside a buffer.
 
     Parameters
@@ -160,7 +163,7 @@ class Region(Value):
     base: int
     block_stride: int
     num_blocks: int
-    fields: tuple[Field, ...]
+    fields: Sequence[Field]
     kernel_blocks: int = 1
 
     def __post_init__(self) -> None:
@@ -178,7 +181,7 @@ class Region(Value):
         return f"Region of layer {self.layer!r:.80}"
 
 
-class Group(Value):
+class Group(Value, frozen=True):
     """Layers that share one block table.
 
     Parameters
@@ -208,10 +211,11 @@ class Group(Value):
         self.flags("state")
 
 
-class Buffer(Value):
+class Buffer(Value, frozen=True):
     """One registered span of memory, ``nbytes`` from address ``base``; its end lies below 2**64.
 
-    ``chunk_nbytes``, if given: it is registered in pieces of that size from its base, and no descriptor crosses an edge.
+    ``chunk_nbytes``, if given: it is registered in pieces of that size from its base, and no descriptor
+    crosses an edge.
 
     Raises
     ------

@@ -26,7 +26,7 @@ Int64 = npt.NDArray[np.int64]
 Pieces = npt.NDArray[np.void]
 
 MAX_CELLS = 1 << 24
-"""Cells in one period of one field: beyond it the block sizes have no useful common period, and lowering would not end."""
+"""Cells in one period of one field: beyond it two block sizes have no useful period, and lowering would not end."""
 
 
 class GroupPair(NamedTuple):
@@ -158,7 +158,7 @@ def lower(
 
 
 def arrange(rows: Pieces) -> Pieces:
-    """Return rows of `table.JOINED` as a table, in the order dst group, src group, src and dst phase, src buffer, origin."""
+    """Return rows as a table, by dst group, src group, src phase, dst phase, src buffer, src_origin."""
     keys = ("dst_origin", "src_origin", "src_buffer", "dst_phase", "src_phase", "src_group", "dst_group")
     rows = rows[np.lexsort([rows[key] for key in keys])]
     table = np.empty(len(rows), TABLE)
@@ -220,8 +220,8 @@ def _cells(src: _Place, dst: _Place, election: str) -> Pieces:
     if len(heads) * (period // per_cell) > MAX_CELLS:
         raise LayoutError(
             f"layer {src.region.layer!r}, field {src.field.name!r}: blocks of {src.tokens * src.dcp} and "
-            f"{dst.tokens * dst.dcp} tokens make {len(heads) * (period // per_cell)} cells in a period, expected at most "
-            f"{MAX_CELLS}"
+            f"{dst.tokens * dst.dcp} tokens make {len(heads) * (period // per_cell)} cells in a period, expected at "
+            f"most {MAX_CELLS}"
         )
     token = np.arange(0, period if len(heads) else 0, per_cell, dtype=np.int64)
     for place in (src, dst):
@@ -288,7 +288,7 @@ def _fold_cluster(
     """Join and fold the pieces of a cluster, unless that was done for an equal one."""
     src, dst = cluster[0].src, cluster[0].dst
     shifts = [(pair.src.region.base - src.region.base, pair.dst.region.base - dst.region.base) for pair in cluster]
-    key = tuple((*pair.walked.key, *shift) for pair, shift in zip(cluster, shifts, strict=True))
+    key: tuple[object, ...] = tuple((*pair.walked.key, *shift) for pair, shift in zip(cluster, shifts, strict=True))
     if bridge_padding:  # depends on what else lies around
         key = (*key, src.region.base, dst.region.base)
     if key not in folded:
@@ -321,7 +321,7 @@ def _placed(folded: Collection[_Folded]) -> Pieces:
 
 
 def _shift(pieces: Pieces, src: int, dst: int) -> Pieces:
-    shifted = pieces.copy()
+    shifted: Pieces = pieces.copy()
     shifted["src_origin"] += np.uint64(src % 2**64)
     shifted["dst_origin"] += np.uint64(dst % 2**64)
     return shifted

@@ -3,7 +3,8 @@
 A region's payload is the same set of intervals at every kernel block, ``stride`` apart. Cut at multiples of the
 stride, an interval becomes a *piece*: a rectangle, residue [lo, hi) by level [first, last), where the level counts
 whole strides. The law of this file: two pieces share a byte iff their rectangles intersect. That holds for padding,
-for interleaved fields and for strides far above the block's own (head-major storage) alike, and needs no walk over blocks.
+for interleaved fields and for strides far above the block's own (head-major storage) alike, and needs no walk over
+blocks.
 """
 
 from bisect import bisect_left, insort
@@ -29,7 +30,7 @@ def fold(
     nbytes : int
         Contiguous bytes at each place.
     """
-    axes = []
+    axes: list[tuple[int, int]] = []
     for stride, count in sorted([(head_stride, heads), (token_stride, tokens)]):
         if count > 1 and stride == nbytes and not axes:
             nbytes *= count
@@ -89,7 +90,7 @@ def collide(rectangles: Int64) -> bool:
 
 
 def meet(a: Int64, b: Int64) -> bool:
-    """Return whether any rectangle of ``a`` intersects any of ``b`` (int64 [n, 4] each; O(len(a) * len(b)), no copies kept)."""
+    """Return whether any rectangle of ``a`` intersects any of ``b`` (int64 [n, 4] each; O(len(a) * len(b)))."""
     return any(
         bool(np.any((lo < b[:, 1]) & (b[:, 0] < hi) & (first < b[:, 3]) & (b[:, 2] < last)))
         for lo, hi, first, last in _rows(a)

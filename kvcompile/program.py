@@ -1,4 +1,4 @@
-"""From a plan's table to the arrays that kernels read: rows by lane, lanes by kind, classes, groups. No requests here."""
+"""From a plan's table to the arrays that kernels read: rows by lane, lanes by kind, classes, groups."""
 
 from typing import NamedTuple
 
@@ -43,7 +43,7 @@ class Side(NamedTuple):
 
     @property
     def edges(self) -> Int64:
-        """Base (wrapped to int64), bytes and chunk of each buffer, int64 [buffers, 3]; empty where nothing is chunked."""
+        """Base (wrapped to int64), bytes and chunk of each buffer, int64 [buffers, 3]; empty: no chunks."""
         rows = [(start, end - start, chunk) for (start, end), chunk in zip(self.buffers, self.chunks, strict=True)]
         return np.array(rows if any(self.chunks) else [], np.uint64).reshape(-1, 3).view(np.int64)
 
@@ -74,7 +74,8 @@ def fault(table: Table, pairs: tuple[GroupPair, ...], src: Side, dst: Side) -> s
             or not 0 < row["count"] < 2**31
             or not 0 <= row["part"] < row["parts"] < 2**31
         ):
-            return f"row {at}: length {row['length']}, count {row['count']} or part {row['part']} of {row['parts']} out of range"
+            part = f"part {row['part']} of {row['parts']}"
+            return f"row {at}: length {row['length']}, count {row['count']} or {part} out of range"
         if min(row[name] for name in ("src_stride", "dst_stride", "src_inner", "dst_inner", "tail")) < 0:
             return f"row {at}: a negative stride or tail"
     return None

@@ -49,7 +49,7 @@ class Request(msgspec.Struct, frozen=True, eq=False):
     num_tokens: int | None = None
 
 
-class _WrongKind(Exception):
+class _WrongKindError(Exception):
     """What an id list is instead of one: (expected, position or None, value)."""
 
 
@@ -140,7 +140,7 @@ class _Side:
             else:
                 try:
                     ids = _integers(ids)  # noqa: PLW2901
-                except _WrongKind as wrong:
+                except _WrongKindError as wrong:
                     raise self._wrong_kind(request, given, wrong) from None
                 self.arrays[len(self.offsets)] = ids
                 self.offsets.append(-1)
@@ -158,8 +158,9 @@ class _Side:
             position = _whole(value)
             size = self.sizes[group] if group < len(self.sizes) else 1
             if position is None or not 0 <= position * size < MAX_TOKENS:
-                message = f"{self.side}_first of group {group} is {_kind(value)}, expected 0 <= position < {MAX_TOKENS // size}"
-                raise self._refused(request, message, value, group, MAX_TOKENS // size)
+                bound = MAX_TOKENS // size
+                message = f"{self.side}_first of group {group} is {_kind(value)}, expected 0 <= position < {bound}"
+                raise self._refused(request, message, value, group, bound)
             self.positions.append(position)
 
     def count(self, request: Request, lists: int, firsts: Any) -> None:
@@ -201,7 +202,7 @@ class _Side:
         for group, ids in enumerate(request.src_blocks if self.side == "src" else request.dst_blocks):
             try:
                 _integers(ids)
-            except _WrongKind as wrong:
+            except _WrongKindError as wrong:
                 return self._wrong_kind(request, group, wrong)
         return None
 
@@ -212,7 +213,7 @@ class _Side:
             return False
         return True
 
-    def _wrong_kind(self, request: Request, group: int, wrong: _WrongKind) -> RequestError:
+    def _wrong_kind(self, request: Request, group: int, wrong: _WrongKindError) -> RequestError:
         expected, position, value = wrong.args
         where = "" if position is None else f", position {position}"
         message = f"{self.side} ids of group {group}{where}: got {_kind(value)}, expected {expected}"
@@ -238,28 +239,28 @@ def _integers(ids: Any) -> npt.NDArray[Any]:
     if isinstance(ids, (list, tuple)):
         return np.fromiter(_each(ids), np.int64, len(ids))
     if isinstance(ids, (str, bytes, dict, set)) or not hasattr(ids, "__len__"):
-        raise _WrongKind("a sequence of ids", None, ids)
+        raise _WrongKindError("a sequence of ids", None, ids)
     try:
-        array = np.asarray(ids)
+        array: npt.NDArray[Any] = np.asarray(ids)
     except (TypeError, ValueError, RuntimeError):  # what a tensor on a device raises
-        raise _WrongKind("integer ids in host memory", None, ids) from None
+        raise _WrongKindError("integer ids in host memory", None, ids) from None
     if array.ndim != 1:
-        raise _WrongKind("a 1-D sequence of ids", None, ids)
+        raise _WrongKindError("a 1-D sequence of ids", None, ids)
     if array.dtype == object:
         return np.fromiter(_each(array), np.int64, len(array))
     if array.dtype.kind not in "iu":
         if not len(array):
             return _NOTHING
-        raise _WrongKind(f"integer ids, not {array.dtype}", 0, array[0])
+        raise _WrongKindError(f"integer ids, not {array.dtype}", 0, array[0])
     if array.dtype.kind == "u" and array.dtype.itemsize == 8:
-        return np.minimum(array, np.uint64(LARGEST))  # would wrap to a negative id, or to the null one
+        array = np.minimum(array, np.uint64(LARGEST))  # would wrap to a negative id, or to the null one
     return array
 
 
 def _each(ids: Iterable[Any]) -> Iterator[int]:
     for position, value in enumerate(ids):
         if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
-            raise _WrongKind("an integer id", position, value)
+            raise _WrongKindError("an integer id", position, value)
         yield min(max(int(value), -LARGEST - 1), LARGEST)  # beyond 64 bits: out of every bound, and refused as that
 
 
@@ -267,7 +268,7 @@ def _tokens(request: Request) -> int:
     tokens = _whole(request.num_tokens)
     if tokens is None or not 0 <= tokens < MAX_TOKENS:
         raise RequestError(
-            f"request {request.id!r}: num_tokens is {_kind(request.num_tokens)}, expected 0 <= num_tokens < {MAX_TOKENS}",
+            f"request {request.id!r}: num_tokens is {_kind(request.num_tokens)}, expected 0 <= it < {MAX_TOKENS}",
             request=request.id, value=request.num_tokens, bound=MAX_TOKENS,
         )  # fmt: skip
     return tokens
@@ -282,7 +283,8 @@ def _positions(request: Request) -> None:
         )  # fmt: skip
     if request.num_tokens is not None and request.src_first is None:
         raise RequestError(
-            f"request {request.id!r}: num_tokens is {request.num_tokens} without positions, expected src_first and dst_first",
+            f"request {request.id!r}: num_tokens is {request.num_tokens} without positions, expected src_first and "
+            "dst_first",
             request=request.id, value=request.num_tokens,
         )  # fmt: skip
 

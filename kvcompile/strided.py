@@ -43,7 +43,8 @@ def _meets_itself(pieces: Pieces) -> npt.NDArray[np.bool_]:
     """Return which pieces may touch themselves at some other block: a length that is a multiple of both strides."""
     length = pieces["length"].astype(np.int64)
     src, dst = pieces["src_stride"], pieces["dst_stride"]
-    return (src > 0) & (dst > 0) & (length % np.maximum(src, 1) == 0) & (length % np.maximum(dst, 1) == 0)
+    meets: npt.NDArray[np.bool_] = (length % np.maximum(src, 1) == 0) & (length % np.maximum(dst, 1) == 0)
+    return meets & (src > 0) & (dst > 0)
 
 
 def _progressions(pieces: Pieces, varying: list[npt.NDArray[np.generic]]) -> Pieces:
@@ -56,7 +57,7 @@ def _progressions(pieces: Pieces, varying: list[npt.NDArray[np.generic]]) -> Pie
     turns = np.flatnonzero((np.diff(src_step) != 0) | (np.diff(dst_step) != 0) | ~usable[1:] | ~usable[:-1]) + 1
     starts, counts = [], []
     at = 0  # first piece not yet in a row
-    # Between two turns all distances are equal: a run of n of them makes a row of n + 1 pieces, if its first is still free.
+    # Between two turns all distances are equal: n of them make a row of n + 1 pieces, if its first is still free.
     for begin, end in zip([0, *turns.tolist()], [*turns.tolist(), len(src_step)], strict=True):
         begin = max(begin, at)  # noqa: PLW2901
         if begin >= end or not usable[begin]:

@@ -26,13 +26,14 @@ TABLE = np.dtype(
         ("tail", np.int64),
     ]
 )
-"""One row a slice: for every period q, ``length`` bytes from ``src_origin + src_ids[q*src_step + src_phase]*src_stride``
-to ``dst_origin + dst_ids[q*dst_step + dst_phase]*dst_stride``. Bytes; strides are per block id.
+"""One row a slice: for every period q, ``length`` bytes from
+``src_origin + src_ids[q*src_step + src_phase]*src_stride`` to
+``dst_origin + dst_ids[q*dst_step + dst_phase]*dst_stride``. Bytes; strides are per block id.
 
 - ``count``, ``src_inner``, ``dst_inner``: the row stands for ``count`` slices, so many bytes apart on each side.
 - ``part``, ``parts``: of the Q periods from q0 that a request's overlap touches, only
   ``[q0 + part*Q//parts, q0 + (part+1)*Q//parts)``.
-- ``tail``: bytes of padding after the slice that may be copied along to reach the slice behind it (``bridge_padding``)."""
+- ``tail``: bytes of padding after the slice that may be copied along to reach the slice behind (``bridge_padding``)."""
 
 JOINED = np.dtype([*TABLE.descr, ("src_buffer", np.int64), ("dst_buffer", np.int64)])
 """A row while it is lowered: with the buffers that hold it."""

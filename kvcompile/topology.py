@@ -103,9 +103,9 @@ def elect(
     Parameters
     ----------
     election : str
-        ``nearest``: the lowest candidate paired with the dst rank, else the lowest. ``balanced``: of R candidates, consumer
-        ``c`` of the ``dp_size*C`` that want the head takes number ``c*R//(dp_size*C)``. ``striped``: all that are paired,
-        or all if none is, each a part.
+        ``nearest``: the lowest candidate paired with the dst rank, else the lowest. ``balanced``: of R candidates,
+        consumer ``c`` of the ``dp_size*C`` that want the head takes number ``c*R//(dp_size*C)``. ``striped``: all that
+        are paired, or all if none is, each a part.
     head : int64 array [n]
         Head numbers; the dst rank holds each of them.
     first, step, count : see `candidates`
@@ -121,9 +121,9 @@ def elect(
         consumers = dst.dp_size * (stop - start)
         number = dst.dp_rank * (stop - start) + (dst.rank - start)
         return first + step * (number * count // consumers), np.minimum(count, 1)
-    start, stop = paired(dst.rank, src_size, dst.size)
-    lowest = first + step * np.maximum(0, -(-(start - first) // step))
-    both = np.minimum(-(-(stop - lowest) // step), count - (lowest - first) // step)
+    pair_start, pair_stop = paired(dst.rank, src_size, dst.size)
+    lowest = first + step * np.maximum(0, -(-(pair_start - first) // step))
+    both = np.minimum(-(-(pair_stop - lowest) // step), count - (lowest - first) // step)
     any_paired = both > 0
     senders = np.where(any_paired, both, count)
     return np.where(any_paired, lowest, first), senders if election == "striped" else np.minimum(senders, 1)
