@@ -71,10 +71,11 @@ def _interface(tensor: Any, interface: dict[str, Any]) -> Strided:
     shape = tuple(interface["shape"])
     itemsize = int(interface["typestr"][2:])
     strides = interface.get("strides") or _dense(shape, itemsize)
-    # Views keep their owner in ``base``; what does not say its own address and size ends the chain.
+    # A view's owner is the last in a chain of bases that says its own address and size.
     owner, storage = tensor, None
-    while owner is not None and hasattr(owner, "nbytes") and hasattr(owner, "__array_interface__"):
-        storage = owner.__array_interface__["data"][0], owner.nbytes
+    while owner is not None:
+        if hasattr(owner, "nbytes") and hasattr(owner, "__array_interface__"):
+            storage = owner.__array_interface__["data"][0], owner.nbytes
         owner = getattr(owner, "base", None)
     return Strided(interface["data"][0] or 0, shape, tuple(strides), itemsize, storage)
 

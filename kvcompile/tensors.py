@@ -98,7 +98,7 @@ class _Axes:
             if letter not in self.strides:
                 if set(counts) != {1}:
                     raise self.refuse(f"no dimension for {letter}, which counts {counts}")
-                self.strides[letter] = [0] * len(self.parts)
+                self.strides[letter] = [part.cell_nbytes for part in self.parts]
         if "B" not in self.strides:
             raise self.refuse("no dimension for B, the kernel blocks")
 

@@ -1,4 +1,4 @@
-"""Every builder: its strides against the tensor that its order describes, its bytes against the source, and head resharding."""
+"""Every builder: strides against the tensor that its order describes, bytes against the source, and head resharding."""
 
 import itertools
 import math
@@ -175,7 +175,7 @@ def test_latent_bytes() -> None:
 
 
 def test_compressed_bytes() -> None:
-    """DeepSeek-V4 in vLLM 0.33.0: 584 bytes a cell of 4 or 128 tokens, pages of 256 tokens padded to multiples of 576."""
+    """DeepSeek-V4 in vLLM 0.33.0: 584 bytes a cell of 4 or 128 tokens, pages of 256 tokens padded to 576."""
     for per_cell, cells, page in ((4, 64, 37440), (128, 2, 1728), (1, 256, 149760)):
         (region,) = fields.compressed(tokens=256, tokens_per_cell=per_cell).regions(layers=[0], base=0, num_blocks=3)
         assert region.block_stride == page
@@ -235,7 +235,7 @@ def state_caches(kind: str, order: str, size: int, base: int, align: int = 1) ->
 @pytest.mark.parametrize("order", ["row_first", "dim_first"])
 @pytest.mark.parametrize("kind", STATES)
 def test_state_moves(kind: str, order: str) -> None:
-    """Convolution cut by projection and temporal state by heads; B and C replicated where groups are fewer than ranks."""
+    """Convolution cut by projection and temporal state by heads; B and C replicated on more ranks than groups."""
     for src_size, dst_size in ((2, 2), (1, 4), (4, 2), (2, 8), (8, 4), (2, 3)):
         if (src_size, dst_size) == (2, 3) and kind == "gdn":
             continue  # four key heads on three ranks are not half of eight value heads: engines refuse that
@@ -249,7 +249,11 @@ def test_case_19_projections_are_cut_apart() -> None:
     """cases.md 19: 3 rows BF16, Q=K=256 and V=512 columns on a src rank; TP2 to TP4, an odd dst rank."""
     conv = [
         fields.conv(
-            [fields.Projection("conv_q", 4, 128), fields.Projection("conv_k", 4, 128), fields.Projection("conv_v", 8, 128)],
+            [
+                fields.Projection("conv_q", 4, 128),
+                fields.Projection("conv_k", 4, 128),
+                fields.Projection("conv_v", 8, 128),
+            ],
             rows=3,
             order="dim_first",
         )
@@ -296,7 +300,7 @@ def test_conv_orders_move_into_each_other_by_channel() -> None:
 
 @pytest.mark.parametrize("order", ["LBNCH", "LBCHN", "BHCN"])
 def test_heads_inside_a_cell_are_refused(order: str) -> None:
-    with pytest.raises(LayoutError, match="inside a cell.*cannot be cut"):
+    with pytest.raises(LayoutError, match=r"inside a cell.*cannot be cut"):
         fields.dense(heads=4, tokens=4, k_nbytes=4, order=order)
 
 
@@ -313,7 +317,9 @@ def test_a_rank_s_heads_in_one_cell_move_at_equal_tp_only() -> None:
     """A layout that cannot be cut: whole ranks move, and other TP sizes are refused by what the two sides hold."""
 
     def caches(size: int) -> list[Cache]:
-        return [cache_of(fields.whole("kv", tp_size=size, tokens=4, cell_nbytes=32 // size), r, size) for r in range(size)]
+        return [
+            cache_of(fields.whole("kv", tp_size=size, tokens=4, cell_nbytes=32 // size), r, size) for r in range(size)
+        ]
 
     check_moves(caches(2), caches(2), [Request("r", [[1]], [[2]])])
     with pytest.raises(LayoutError, match="layer 'a', field 'kv': heads is 2 on src and 4 on dst"):
@@ -343,7 +349,7 @@ def test_packed_rows_and_overlaid_groups() -> None:
 
 
 def test_draft_layers_have_heads_of_their_own() -> None:
-    """cases.md 7: H=8, TP8 to TP4, a sharded draft beside a latent: two src ranks a dst rank, and one for the latent."""
+    """cases.md 7: H=8, TP8 to TP4, a sharded draft beside a latent: two src ranks a dst rank, one the latent."""
 
     def caches(size: int, base: int) -> list[Cache]:
         made = []
