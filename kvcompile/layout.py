@@ -239,3 +239,11 @@ class Buffer(Value, frozen=True):
     def end(self) -> int:
         """First address after the buffer."""
         return self.base + self.nbytes
+
+    @property
+    def chunks(self) -> "tuple[Buffer, ...]":
+        """The spans that are registered: the buffer itself, or its chunks, the last of them what is left."""
+        if self.chunk_nbytes is None:
+            return (self,)
+        starts = range(self.base, self.end, self.chunk_nbytes)
+        return tuple(Buffer(start, min(self.chunk_nbytes, self.end - start)) for start in starts)

@@ -68,7 +68,7 @@ class Engine(ABC):
         with self._idle:
             known = self._buffers
             try:
-                for buffer in cache.buffers or ():
+                for buffer in (chunk for whole in cache.buffers for chunk in whole.chunks):
                     if not _within(buffer, self._buffers):
                         self._register(buffer)
                         self._buffers = (*self._buffers, buffer)
