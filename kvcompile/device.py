@@ -9,18 +9,70 @@ import numpy.typing as npt
 from msgspec.structs import replace
 
 from kvcompile.descriptors import Descriptors
+from kvcompile.device_ids import int64, span_of
 from kvcompile.device_job import Job
-from kvcompile.device_memory import Memory
+from kvcompile.device_memory import Memory, open_device
 from kvcompile.errors import RequestError
 from kvcompile.kernels import item, known
 from kvcompile.request import Request
+from kvcompile.staging import Packed, apart, too_small
 
 if TYPE_CHECKING:
     from kvcompile.plan import Plan
 
-__all__ = ["DeviceDescriptors", "Report", "build"]
+__all__ = ["DeviceDescriptors", "Report", "build", "build_on", "pack", "pack_on", "warmup"]
 
 Int64 = npt.NDArray[np.int64]
+
+_NO_MARKS = np.empty(0, np.int64)
+
+
+def warmup(device: str = "cuda", stream: Any = None) -> None:
+    """Compile all that runs on a device of this machine, so that no build waits for a compiler; some seconds."""
+    warm(open_device(device, stream))
+
+
+def warm(memory: Memory) -> None:
+    """Launch every grid on a build of nothing."""
+    from kvcompile.kernels import cuda, cuda_descriptors  # noqa: PLC0415
+
+    words = {known.AT: 1, known.SEGMENTS: known.SEGMENT_COLUMNS, known.COVERS: 1, known.SUMS: 2, known.LASTS: 2}
+    words |= {known.OFFSETS: 1, known.SPANS: 1, known.CUT_SPANS: 1}
+    sizes = [words.get(part, 0) for part in range(known.WORK_PARTS)]
+    with memory:
+        arrays, kept = [], []
+        for parts in ([0] * known.PROGRAM_PARTS, sizes):
+            upload = memory.pinned(len(parts) + 1 + sum(parts))
+            upload[:] = 0
+            upload[: len(parts) + 1] = len(parts) + 1 + np.cumsum([0, *parts])
+            arrays.append(memory.empty(len(upload)))
+            memory.upload(arrays[-1], upload)
+            kept.append(upload)
+        arrays += [memory.empty(3), memory.empty(3)]
+        program, work, columns, others = map(memory.for_kernels, arrays)
+        cuda.launch_build(memory.launches_on, program, work, columns, *(1,) * 7)
+        cuda_descriptors.launch_cut(memory.launches_on, program, work, columns, others, 1, 0, 1)
+        cuda_descriptors.launch_bring(memory.launches_on, work, columns, others, known.SPANS, 1)
+        cuda_descriptors.launch_copy(memory.launches_on, program, work, columns, 1, 0, 0, 1, 0)
+        memory.wait(memory.mark(arrays, kept))
+
+
+def build_on(
+    plan: "Plan",
+    requests: Sequence[Request],
+    device: str,
+    stream: Any,
+    sort: bool,
+    max_length: int | None,
+    pinned: bool,
+    out: Descriptors | None,
+) -> "DeviceDescriptors":
+    """Check the arguments of `Plan.build`, and enqueue a build on a device of this machine."""
+    if sort:
+        raise ValueError("sort=True is not built for a device: leave device out, or sort out")
+    if out is not None and not isinstance(out, DeviceDescriptors):
+        raise ValueError(f"out is {out!r}, expected an earlier result of a build on a device")
+    return build(plan, requests, open_device(device, stream), max_length, pinned, out)
 
 
 def build(
@@ -74,6 +126,48 @@ def build(
     return result
 
 
+def pack_on(plan: "Plan", requests: Sequence[Request], staging: Any, device: str, stream: Any, unpacks: bool) -> Packed:
+    """Enqueue what `Plan.pack` or `Plan.unpack` does, on a device of this machine."""
+    return pack(plan, requests, staging, open_device(device, stream), unpacks)
+
+
+def pack(plan: "Plan", requests: Sequence[Request], staging: Any, memory: Memory, unpacks: bool) -> Packed:
+    """Enqueue the copying of all pieces that can never merge into a buffer on the device, or out of it.
+
+    Parameters
+    ----------
+    plan : Plan
+    requests : sequence of Request
+    staging : CUDA array
+        Contiguous, of any type and shape.
+    memory : Memory
+        The device and the stream.
+    unpacks : bool
+        From the buffer to dst, instead of from src into the buffer.
+
+    Raises
+    ------
+    ValueError
+        No such buffer, or one that is too small.
+    """
+    from kvcompile.kernels import cuda_descriptors  # noqa: PLC0415
+
+    address, nbytes, follows = span_of(staging)
+    program = apart(plan._program)
+    with memory:
+        if follows is not None:
+            memory.follow(follows)
+        job = Job(plan, program, requests, memory, 0, True)
+        if nbytes < job.nbytes:
+            raise too_small(nbytes, job.nbytes)
+        arrays = map(memory.for_kernels, (job.program, job.work, job.columns))
+        longest = int(program.rows[program.lanes[:, item.LANE_START], item.LENGTH].max(initial=0))
+        sizes = job.candidates, len(requests), int64(address), longest, int(unpacks)
+        cuda_descriptors.launch_copy(memory.launches_on, *arrays, *sizes)
+        report = Report(job, known.CUT_SPANS, staging)
+    return Packed(report.ids, report)
+
+
 class Report:
     """What comes back of a job: statuses and counts, in one copy. Whoever asks waits for it.
 
@@ -89,7 +183,8 @@ class Report:
     def __init__(self, job: Job, spans: int, *kept: Any) -> None:
         self.ids = tuple(request.id for request in job.requests)
         self.memory = job.memory
-        self._job, self._spans_part, self._lock = job, spans, threading.Lock()
+        self._job: Job | None = job
+        self._spans_part, self._lock = spans, threading.Lock()
         stop = job.starts[known.MARKS + (1 if job.covers else 0)]
         self._words = job.memory.pinned(stop - job.starts[known.SPANS])
         job.memory.download(self._words, job.work, job.starts[known.SPANS])
@@ -102,16 +197,16 @@ class Report:
             if job is None:
                 return
             self.memory.wait(self._event)
-            self.spans = job.part(self._words, self._spans_part).copy()
+            self.spans: Int64 = job.part(self._words, self._spans_part).copy()
             status = job.part(self._words, known.STATUS).reshape(-1, item.STATUS_COLUMNS)
             self.failed: dict[Hashable, RequestError] = {}
             self.uncovered: dict[Hashable, list[tuple[int, int]]] = {}
             if status[:, item.CODE].any():
                 shown = self._shown(job, status, job.part(self._words, known.VALUES))
                 self.failed = job.plan._failed(shown, status, job.errors)
-            if job.covers:
-                marks = job.part(self._words, known.MARKS)
-                self.uncovered = job.plan._uncovered(job.requests, job.batch, status, marks)
+            marks = job.part(self._words, known.MARKS) if job.covers else _NO_MARKS
+            if marks.any():
+                self.uncovered = job.plan._uncovered(job.requests, job.batch, status, marks.astype(np.uint8))
             self._job = None
 
     def _shown(self, job: Job, status: Int64, values: Int64) -> list[Request]:
@@ -192,8 +287,8 @@ class DeviceDescriptors(Descriptors):
 
     def on_host(self) -> Descriptors:
         """Return the same in host memory: copied there, unless it already is."""
-        columns = (self._report.memory.on_host(column) for column in (self.src, self.dst, self.length))
-        return Descriptors(*columns, self.spans, self.requests, self.failed, self.uncovered)
+        src, dst, length = (self._report.memory.on_host(column) for column in (self.src, self.dst, self.length))
+        return Descriptors(src, dst, length, self.spans, self.requests, self.failed, self.uncovered)
 
     def _batches(self, max_descriptors: int | None, max_nbytes: int | None) -> Iterator[Descriptors]:
         return self.on_host()._batches(max_descriptors, max_nbytes)
