@@ -2,7 +2,7 @@
 
 One thread, one item, one phase: what a phase needs of another thread block's results, it gets in a later launch. All
 data of a build is in two arrays of int64 words, `program` and `work`, whose parts and columns `known` names, and comes
-out in a third, `columns`: all src addresses, then all dst addresses, then all lengths. See `launch_build` for the order.
+out in a third, `columns`: all src addresses, then all dst addresses, then all lengths.
 """
 
 import numpy as np

@@ -1,6 +1,6 @@
 """What is done with finished descriptors on a device, the twin of `descriptors`: cut them, bring them home, copy bytes.
 
-How many descriptors there are is the last of the spans, which only the device knows: grids are as large as there may be.
+How many descriptors there are is the last of the spans, which only the device knows: grids are as large as can be.
 """
 
 import numpy as np
@@ -43,7 +43,7 @@ def launch_bring(stream, work, columns, out, number, descriptors):
 
 
 def launch_copy(stream, program, work, columns, descriptors, requests, staging, longest, unpacks):
-    """Enqueue the copying of all src bytes into a staging buffer, in order and without gaps, or of all dst bytes out of it.
+    """Enqueue the copying of all src bytes into a staging buffer, in order and without gaps; or out of it, to dst.
 
     Parameters
     ----------

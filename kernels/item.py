@@ -193,7 +193,7 @@ def is_null(block, has_null, null):
 
 
 def touches(src, dst, src_end, dst_end, tail):
-    """Return whether a piece continues the one before it, which ends with ``tail`` bytes to be bridged, on both sides."""
+    """Return whether a piece continues, on both sides, the one before it, behind which ``tail`` bytes are bridged."""
     return src == src_end + tail and dst == dst_end + tail
 
 

@@ -123,8 +123,9 @@ def count_candidates(program, batch, status, aligned, windows, segments, covers,
                 made += 0 if src_chunk == 0 else whole // src_chunk + 1
                 made += 0 if dst_chunk == 0 else whole // dst_chunk + 1
                 descriptors += pieces * made
-                window, pair = windows[r, row[item.CLASS]], program.pairs[program.classes[row[item.CLASS], item.CLASS_PAIR]]
-                gaps |= window[WINDOW_START] != start or window[WINDOW_STOP] != stop
+                c = row[item.CLASS]
+                pair = program.pairs[program.classes[c, item.CLASS_PAIR]]
+                gaps |= windows[r, c, WINDOW_START] != start or windows[r, c, WINDOW_STOP] != stop
                 gaps |= program.src_groups[pair[item.SRC_GROUP], item.HAS_NULL] != 0
                 gaps |= program.dst_groups[pair[item.DST_GROUP], item.HAS_NULL] != 0
     segments[len(batch.num_tokens) * lanes, SEGMENT_AT], covers[len(covers) - 1] = at, covered

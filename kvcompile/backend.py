@@ -6,10 +6,25 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcompile import _jit
-from kvcompile.kernels import check, cpu, descriptors, ids, item, order
+from kvcompile.kernels import check, cpu, descriptors, ids, item, known, order
+from kvcompile.kernels import pack as packing
 from kvcompile.kernels.arrays import SCRATCH_ROWS, Batch, Program, Work
 
-__all__ = ["Batch", "Program", "Work", "copy", "cut", "decode", "empty_work", "kernels", "measure", "warmup", "write"]
+__all__ = [
+    "Batch",
+    "Program",
+    "Work",
+    "copy",
+    "cut",
+    "decode",
+    "empty_work",
+    "kernels",
+    "measure",
+    "most_nbytes",
+    "pack",
+    "warmup",
+    "write",
+]
 
 Int64 = npt.NDArray[np.int64]
 UInt64 = npt.NDArray[np.uint64]
@@ -36,7 +51,8 @@ def warmup() -> None:
 
 def kernels() -> dict[str, object]:
     """Return every compiled kernel by name, for tests that count compilations."""
-    found = (entry for module in (check, cpu, descriptors, ids, order) for entry in vars(module).items())
+    modules = (check, cpu, descriptors, ids, known, order, packing)
+    found = (entry for module in modules for entry in vars(module).items())
     return {name: value for name, value in found if hasattr(value, "signatures")}
 
 
@@ -54,7 +70,7 @@ def write(program: Program, batch: Batch, work: Work, src: UInt64, dst: UInt64, 
 def cut(
     columns: tuple[UInt64, UInt64, UInt64], spans: Int64, most: int | None, src_edges: Int64, dst_edges: Int64
 ) -> tuple[tuple[UInt64, UInt64, UInt64], Int64]:
-    """Return the descriptors cut at ``most`` bytes and at chunk edges, and their spans. See `kernels.descriptors.cut`."""
+    """Return the descriptors cut at ``most`` bytes and at chunk edges, and their spans (`kernels.descriptors.cut`)."""
     given = tuple(column.view(np.int64) for column in columns)
     cut_spans, none = np.empty_like(spans), np.empty(0, np.int64)
     limits = (2**63 - 1 if most is None else min(most, 2**63 - 1), src_edges, dst_edges)
@@ -78,14 +94,38 @@ def copy(src: UInt64, dst: UInt64, length: UInt64) -> None:
     descriptors.copy(src.view(np.int64), dst.view(np.int64), length.view(np.int64))
 
 
+def most_nbytes(program: Program, batch: Batch, status: Int64) -> int:
+    """Return the bytes of all pieces if no request fails at its ids and none is null."""
+    warmup()
+    return _count(program, batch, status.copy())[3]
+
+
+def _count(program: Program, batch: Batch, status: Int64) -> tuple[int, ...]:
+    requests, pairs, classes, lanes = len(status), len(program.pairs), len(program.classes), max(len(program.lanes), 1)
+    return known.count_candidates(  # type: ignore[no-any-return]
+        *(tuple(program), tuple(batch), status),
+        np.empty((requests, pairs, item.ALIGN_COLUMNS), np.int64),
+        np.empty((requests, classes, known.WINDOW_COLUMNS), np.int64),
+        np.empty((requests * lanes + 1, known.SEGMENT_COLUMNS), np.int64),
+        *(np.empty(requests * pairs + 1, np.int64), 0, 0, 0),
+    )
+
+
+def pack(address: UInt64, length: UInt64, spans: Int64, staging: int, unpacks: bool) -> Int64:
+    """Copy the bytes of descriptors into a buffer or out of it; return the spans of bytes. See `kernels.pack`."""
+    byte_spans = np.empty_like(spans)
+    packing.pack(address.view(np.int64), length.view(np.int64), spans, staging, int(unpacks), byte_spans)
+    return byte_spans
+
+
 def empty_work(program: Program, batch: Batch, status: Int64, sort: bool) -> Work:
     """Allocate the arrays that the kernels of one build hand to each other.
 
-    A group pair never has more pairs of blocks than ids on both sides together: block edges only ever advance.
+    A class pairs each id at most once. (Classes of one group pair may have equal phases: other strides, other parts.)
     """
     requests, pairs, classes = len(status), len(program.pairs), len(program.classes)
     dst_ids = len(batch.dst_ids)
-    most = pairs * (len(batch.src_ids) + dst_ids)
+    most = classes * min(len(batch.src_ids), dst_ids)
     scratch = 0
     if sort:
         kind = program.lanes[:, item.LANE_KIND]
@@ -95,7 +135,11 @@ def empty_work(program: Program, batch: Batch, status: Int64, sort: bool) -> Wor
         status,
         np.empty((requests, pairs, item.ALIGN_COLUMNS), np.int64),
         np.empty((requests, classes, item.EXTENT_COLUMNS), np.int64),
-        *(np.empty(most, np.int64) for _ in range(5)),
+        np.empty(most, np.int64),
+        np.empty(most, np.int64),
+        np.empty(most, np.int64),
+        np.empty(most, np.int64),
+        np.empty(most, np.int64),
         np.zeros(dst_ids, np.uint8),
         np.empty(2 << dst_ids.bit_length(), np.int64),
         np.empty(requests + 1, np.int64),
@@ -110,8 +154,14 @@ def _run_once() -> None:
         return np.zeros((0, *columns), np.int64)
 
     one = np.zeros(1, np.int64)
-    columns = (item.ROW_COLUMNS, item.LANE_COLUMNS, item.CLASS_COLUMNS, item.PAIR_COLUMNS)
-    program = Program(*map(nothing, columns), nothing(item.GROUP_COLUMNS), nothing(item.GROUP_COLUMNS))
+    program = Program(
+        nothing(item.ROW_COLUMNS),
+        nothing(item.LANE_COLUMNS),
+        nothing(item.CLASS_COLUMNS),
+        nothing(item.PAIR_COLUMNS),
+        nothing(item.GROUP_COLUMNS),
+        nothing(item.GROUP_COLUMNS),
+    )
     batch = Batch(nothing(), one, nothing(), one, nothing(0), nothing(0), nothing(), nothing())
     work = empty_work(program, batch, nothing(item.STATUS_COLUMNS), False)
     cpu.measure(tuple(program), tuple(batch), tuple(work))
@@ -119,3 +169,5 @@ def _run_once() -> None:
     descriptors.cut(nothing(), nothing(), nothing(), one, 1, nothing(3), nothing(3), *(nothing(),) * 3, one)
     ids.decode(np.frombuffer(bytearray(1), np.uint8), nothing(), one, nothing())
     descriptors.copy(nothing(), nothing(), nothing())
+    _count(program, batch, nothing(item.STATUS_COLUMNS))
+    packing.pack(nothing(), nothing(), one, 0, 0, one)

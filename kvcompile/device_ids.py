@@ -1,5 +1,6 @@
 """Block ids that lie in device memory, alone or beside others in host memory: found, described, never read here."""
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ from kvcompile.backend import Batch
 from kvcompile.kernels import known
 from kvcompile.request import Request
 
-__all__ = ["DeviceArray", "Lists", "describe", "stand_in"]
+__all__ = ["DeviceArray", "Lists", "describe", "int64", "span_of", "stand_in"]
 
 Int64 = npt.NDArray[np.int64]
 
@@ -68,6 +69,27 @@ def describe(array: Any) -> DeviceArray | str | None:
     strides = interface.get("strides")
     stride = dtype.itemsize if strides is None else strides[0]
     return DeviceArray(interface["data"][0] or 0, stride, dtype, shape[0], interface.get("stream"))
+
+
+def span_of(array: Any) -> tuple[int, int, int | None]:
+    """Return address, bytes and stream of a contiguous CUDA array of any type and shape.
+
+    Raises
+    ------
+    ValueError
+        It is none.
+    """
+    interface = getattr(array, "__cuda_array_interface__", None)
+    if interface is None:
+        raise ValueError(f"staging is a {type(array).__name__}, expected a CUDA array")
+    shape, size = tuple(interface["shape"]), np.dtype(interface["typestr"]).itemsize
+    nbytes = size * math.prod(shape)
+    strides = interface.get("strides")
+    if strides is not None and nbytes:
+        expected = [size * math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+        if any(n > 1 and given != stride for n, given, stride in zip(shape, strides, expected, strict=True)):
+            raise ValueError(f"staging has shape {shape} and strides {tuple(strides)}, expected a contiguous array")
+    return interface["data"][0] or 0, nbytes, interface.get("stream")
 
 
 def stand_in(requests: Sequence[Any]) -> tuple[list[Any], dict[tuple[int, int, int], DeviceArray]]:

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcompile.backend import Program
-from kvcompile.device_ids import Lists, int64, stand_in
+from kvcompile.device_ids import Lists, stand_in
 from kvcompile.device_memory import Memory
 from kvcompile.kernels import item, known
 from kvcompile.request import Request, gather

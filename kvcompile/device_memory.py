@@ -30,8 +30,8 @@ def open_device(device: object, stream: Any) -> "Memory":
     device : str
         "cuda" (CuPy's current one) or "cuda:N".
     stream : optional
-        An int (a ``cudaStream_t``), or a stream of CuPy, torch, Numba or anything with ``__cuda_stream__``. None: CuPy's
-        current stream, which is the default stream unless one was chosen.
+        An int (a ``cudaStream_t``), or a stream of CuPy, torch, Numba or anything with ``__cuda_stream__``. None:
+        CuPy's current stream, which is the default stream unless one was chosen.
 
     Raises
     ------
@@ -146,7 +146,7 @@ class Memory:
 
     def on_host(self, array: Any) -> npt.NDArray[np.uint64]:
         """Return an array of either memory as one of numpy."""
-        return array if isinstance(array, np.ndarray) else array.get()  # type: ignore[no-any-return]
+        return array if isinstance(array, np.ndarray) else array.get()
 
     def follow(self, stream: int) -> None:
         """Let this stream wait for what another one has been given so far."""

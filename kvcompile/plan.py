@@ -1,11 +1,13 @@
 """Compile two caches into a plan; build a batch of requests into descriptors. The plan is its table of slices."""
 
 from collections.abc import Hashable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kvcompile import backend, shapes, topology
+from kvcompile import staging as staging_of
 from kvcompile.backend import Batch
 from kvcompile.cache import Cache
 from kvcompile.descriptors import Descriptors, positive
@@ -37,8 +39,8 @@ def compile(  # noqa: A001 (the field's word)
         One rank of each side.
     election : "nearest", "balanced" or "striped"
         Which of several src ranks that hold a head sends it: the lowest one paired with the dst rank, one by turns
-        over all consumers, or all that are paired, each a part of the blocks. Both sides compute it from sizes and ranks
-        alone.
+        over all consumers, or all that are paired, each a part of the blocks. Both sides compute it from sizes and
+        ranks alone.
     layers : iterable of layer names, optional
         Only these, for layer-wise senders.
     bridge_padding : bool
@@ -126,6 +128,9 @@ class Plan:
         sort: bool = False,
         out: Descriptors | None = None,
         max_length: int | None = None,
+        device: str | None = None,
+        stream: Any = None,
+        pinned: bool = False,
     ) -> Descriptors:
         """Expand, check and merge the block ids of a batch of requests.
 
@@ -137,8 +142,15 @@ class Plan:
             pairs; the bytes copied are the same.
         out : Descriptors, optional
             An earlier result of `build`, which is overwritten and returned: its memory is reused, and grown if needed.
+            Without it, memory is reused as soon as nothing refers to an earlier result or a view of it.
         max_length : int, optional
             Descriptors are cut at so many bytes after merging.
+        device : str, optional
+            "cuda" or "cuda:N": build there, of ids that may be CUDA arrays, without waiting: see `device.build`.
+        stream : optional
+            The stream on that device, as an int or an object of CuPy, torch or Numba; default: CuPy's current one.
+        pinned : bool
+            Bring what was built on a device to pinned host memory, ready for an engine.
 
         Returns
         -------
@@ -151,12 +163,20 @@ class Plan:
             Arguments that make no sense.
         LayoutError
             A table given to `with_table` that no ids can be run through.
+        KVCompileError
+            A device was asked for, and something that this needs is missing.
         """
         positive("max_length", max_length)
-        if out is not None and (not isinstance(out, Descriptors) or out._memory is None):
-            raise ValueError(f"out is {out!r}, expected an earlier result of build (not a batch of one)")
         if self._fault is not None:
             raise LayoutError(f"plan table, {self._fault}")
+        if device is not None:
+            from kvcompile import device as on_device  # noqa: PLC0415 (the CPU's path needs none of it)
+
+            return on_device.build_on(self, list(requests), device, stream, sort, max_length, pinned, out)
+        if stream is not None or pinned:
+            raise ValueError("stream and pinned go with device='cuda', which is not given")
+        if out is not None and (not isinstance(out, Descriptors) or out._memory is None):
+            raise ValueError(f"out is {out!r}, expected an earlier result of build (not a batch of one)")
         batch_of = list(requests)
         batch, status, errors = gather(batch_of, self.src.block_size, self.dst.block_size)
         program = self._program
@@ -175,6 +195,59 @@ class Plan:
         result.failed = self._failed(batch_of, status, errors) if failed else {}
         result.uncovered = self._uncovered(batch_of, batch, status, work.uncovered) if uncovered else {}
         return result
+
+    def packed_nbytes(self, requests: Iterable[Request]) -> int:
+        """Return the bytes that a staging buffer of `pack` needs, at most: nulls and failed requests make it fewer."""
+        return staging_of.packed_nbytes(self, list(requests))
+
+    def pack(
+        self, requests: Iterable[Request], staging: Any, *, device: str | None = None, stream: Any = None
+    ) -> staging_of.Packed:
+        """Copy the pieces that can never merge from the src caches of this process into one buffer.
+
+        In the order in which `build` emits them, without gaps; all others are not touched. `unpack`, with the same plan
+        and requests on the other side, puts them in place.
+
+        Parameters
+        ----------
+        requests : iterable of Request
+        staging : buffer
+            `packed_nbytes` at least: writable, contiguous, in host memory; or a CUDA array, with ``device``.
+        device, stream : optional
+            As for `build`: the copying is enqueued and not waited for.
+
+        Returns
+        -------
+        Packed
+            Its size, and which bytes of it belong to which request.
+
+        Raises
+        ------
+        ValueError
+            Arguments that make no sense; a buffer that is too small.
+        LayoutError, KVCompileError
+            As for `build`.
+        """
+        return self._pack(list(requests), staging, device, stream, False)
+
+    def unpack(
+        self, requests: Iterable[Request], staging: Any, *, device: str | None = None, stream: Any = None
+    ) -> staging_of.Packed:
+        """Copy what `pack` put into a buffer to the dst caches of this process. Arguments and errors are `pack`'s."""
+        return self._pack(list(requests), staging, device, stream, True)
+
+    def _pack(
+        self, requests: list[Request], staging: Any, device: str | None, stream: Any, unpacks: bool
+    ) -> staging_of.Packed:
+        if self._fault is not None:
+            raise LayoutError(f"plan table, {self._fault}")
+        if device is not None:
+            from kvcompile import device as on_device  # noqa: PLC0415
+
+            return on_device.pack_on(self, requests, staging, device, stream, unpacks)
+        if stream is not None:
+            raise ValueError("stream goes with device='cuda', which is not given")
+        return staging_of.pack(self, requests, staging, unpacks)
 
     def _failed(
         self, requests: Sequence[Request], status: Int64, errors: dict[int, RequestError]
@@ -195,8 +268,8 @@ class Plan:
             have, want = len(request.src_blocks[group]), len(request.dst_blocks[other])
             sizes = self.src.block_size[group], self.dst.block_size[other]
             message = {
-                item.UNEQUAL: f"blocks of {sizes[0]} tokens pair with dst group {other}, blocks of {sizes[1]}: expected "
-                "src_first and dst_first, got neither",
+                item.UNEQUAL: f"blocks of {sizes[0]} tokens pair with dst group {other}, blocks of {sizes[1]}: "
+                "expected src_first and dst_first, got neither",
                 item.SHORTER: f"got {have} blocks, expected at least the {want} of dst group {other}",
                 item.NO_STATE: f"got no block of state, expected one for dst group {other}",
             }[code]
@@ -212,17 +285,17 @@ class Plan:
         value = int((request.src_blocks, request.dst_blocks)[side_number][group][position])
         if code == item.CONFLICT:
             return RequestError(
-                f"{where}, position {position}: block {value} is also given by request {requests[other].id!r} (or twice), "
-                "expected each dst block once in a batch",
+                f"{where}, position {position}: block {value} is also given by request {requests[other].id!r} (or "
+                "twice), expected each dst block once in a batch",
                 request=request.id, side=side, group=group, position=position, value=value,
             )  # fmt: skip
-        bound = (self.src, self.dst)[side_number].bound[group]
-        reason = f"expected 0 <= id < {bound}"
-        if bound is None or 0 <= value < bound:
+        most = (self.src, self.dst)[side_number].bound[group]
+        reason = f"expected 0 <= id < {most}"
+        if most is None or 0 <= value < most:
             reason = "a row of the table would leave the buffers there"
         return RequestError(
             f"{where}, position {position}: block id {value}, {reason}",
-            request=request.id, side=side, group=group, position=position, value=value, bound=bound,
+            request=request.id, side=side, group=group, position=position, value=value, bound=most,
         )  # fmt: skip
 
     def _uncovered(

@@ -1,0 +1,132 @@
+"""Pieces that can never merge, copied into one buffer and out of it: many small copies here, one transfer between.
+
+Both sides compute the same order and the same place of every byte from the same two caches and requests. Whether to
+stage at all, and handing the buffer over, is the caller's.
+"""
+
+from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcompile import backend
+from kvcompile.backend import Program
+from kvcompile.errors import RequestError
+from kvcompile.kernels import item
+from kvcompile.request import Request, gather
+
+if TYPE_CHECKING:
+    from kvcompile.plan import Plan
+
+__all__ = ["Packed", "apart", "pack", "packed_nbytes", "too_small"]
+
+Int64 = npt.NDArray[np.int64]
+
+
+class Found(NamedTuple):
+    """What a build on the CPU found; a `device.Report` has the same names, and waits."""
+
+    spans: Int64
+    failed: dict[Hashable, RequestError]
+    uncovered: dict[Hashable, list[tuple[int, int]]]
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
+class Packed:
+    """What lies in a staging buffer, or has been taken out of it. On a device, what is asked of it waits.
+
+    Attributes
+    ----------
+    requests : tuple
+        The id of each request, in order.
+    """
+
+    def __init__(self, requests: tuple[Hashable, ...], found: Any) -> None:
+        self.requests = requests
+        self._found = found
+
+    def __repr__(self) -> str:
+        return f"Packed({self.nbytes} bytes, {len(self.requests)} requests, {len(self.failed)} failed)"
+
+    def wait(self) -> None:
+        """Wait until all bytes are there."""
+        self._found.wait()
+
+    @property
+    def spans(self) -> Int64:
+        """Request ``i`` owns bytes ``spans[i]:spans[i+1]`` of the buffer, int64 [requests + 1]."""
+        self.wait()
+        return self._found.spans  # type: ignore[no-any-return]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffer in use, from its start."""
+        return int(self.spans[-1])
+
+    @property
+    def failed(self) -> dict[Hashable, RequestError]:
+        """As `Descriptors.failed`: such a request has no bytes in the buffer, on neither side."""
+        self.wait()
+        return self._found.failed  # type: ignore[no-any-return]
+
+    @property
+    def uncovered(self) -> dict[Hashable, list[tuple[int, int]]]:
+        """As `Descriptors.uncovered`."""
+        self.wait()
+        return self._found.uncovered  # type: ignore[no-any-return]
+
+
+def apart(program: Program) -> Program:
+    """Return a program with those of its lanes whose pieces can never merge."""
+    return program._replace(lanes=program.lanes[program.lanes[:, item.LANE_KIND] == item.APART])
+
+
+def packed_nbytes(plan: "Plan", requests: Sequence[Request]) -> int:
+    """Return the bytes that a staging buffer needs; nulls and failed requests make it fewer."""
+    batch, status, _ = gather(requests, plan.src.block_size, plan.dst.block_size)
+    return backend.most_nbytes(apart(plan._program), batch, status)
+
+
+def pack(plan: "Plan", requests: Sequence[Request], staging: Any, unpacks: bool) -> Packed:
+    """Copy pieces into a buffer in host memory, or out of it.
+
+    Parameters
+    ----------
+    plan : Plan
+    requests : sequence of Request
+    staging : buffer
+        Contiguous; of any type.
+    unpacks : bool
+        From the buffer to dst, instead of from src into the buffer.
+
+    Raises
+    ------
+    ValueError
+        The buffer is too small, not contiguous, or cannot be written to.
+    """
+    batch, status, errors = gather(requests, plan.src.block_size, plan.dst.block_size)
+    program = apart(plan._program)
+    given = np.asarray(staging)
+    if not given.flags.c_contiguous or (not unpacks and not given.flags.writeable):
+        raise ValueError("staging is not contiguous or read-only, expected one writable span of memory")
+    if given.nbytes < (need := backend.most_nbytes(program, batch, status)):
+        raise too_small(given.nbytes, need)
+    work = backend.empty_work(program, batch, status, False)
+    failed, uncovered = backend.measure(program, batch, work)
+    src, dst, length = (np.empty(int(work.spans[-1]), np.uint64) for _ in range(3))
+    backend.write(program, batch, work, src, dst, length)
+    spans = backend.pack(dst if unpacks else src, length, work.spans, given.ctypes.data, unpacks)
+    found = Found(
+        spans,
+        plan._failed(requests, status, errors) if failed else {},
+        plan._uncovered(requests, batch, status, work.uncovered) if uncovered else {},
+    )
+    return Packed(tuple(request.id for request in requests), found)
+
+
+def too_small(given: int, need: int) -> ValueError:
+    """Make the error about a staging buffer that may not hold all pieces."""
+    return ValueError(f"staging has {given} bytes, expected at least {need}: see Plan.packed_nbytes")
