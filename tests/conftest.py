@@ -4,13 +4,15 @@ import hypothesis
 import pytest
 
 # Derandomized: a run in CI tries what every other run tried, and the shares of test_property.py are fixed figures.
-hypothesis.settings.register_profile(
-    "kvcompile",
-    derandomize=True,
-    deadline=None,
-    database=None,
-    suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.data_too_large],
-)
+COMMON = {
+    "derandomize": True,
+    "deadline": None,
+    "database": None,
+    "suppress_health_check": [hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.data_too_large],
+}
+# Shrinking a deployment takes minutes: `pytest --hypothesis-profile=shrink -k NAME` does it for one failure.
+hypothesis.settings.register_profile("shrink", **COMMON)
+hypothesis.settings.register_profile("kvcompile", phases=[hypothesis.Phase.generate], **COMMON)
 hypothesis.settings.load_profile("kvcompile")
 
 

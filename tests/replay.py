@@ -110,7 +110,7 @@ def lanes(table: list[Row]) -> list[list[Row]]:
 
 
 def share(row: Row, left: list[tuple[int, int]], right: list[tuple[int, int]], sizes: tuple[int, int]) -> range:
-    """Periods that a row's part of the overlap takes: of the Q from q0 on, [q0 + part*Q//parts, q0 + (part+1)*Q//parts)."""
+    """Periods of a row's part: of the Q of the overlap, q0 first, [q0 + part*Q//parts, q0 + (part+1)*Q//parts)."""
     if not left or not right:
         return range(0)
     start = max(left[0][0] * sizes[0], right[0][0] * sizes[1])

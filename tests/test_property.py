@@ -14,7 +14,7 @@ import kvcompile
 from kvcompile import Cache, Descriptors, Plan, Request
 from tests import batches, oracle, replay, strategies
 
-ELECTIONS = ("nearest", "balanced")
+ELECTIONS = ("nearest", "balanced", "striped")
 
 # What the examples must contain, as least shares. Without runs, for one, a build that never merges would pass.
 LEAST = {
@@ -99,9 +99,10 @@ def check_table(plan: Plan, src: Cache, dst: Cache) -> None:
     rows = replay.rows(plan, src, dst)
     keys = [(r.dst_group, r.src_group, r.src_phase, r.dst_phase, r.src_buffer, r.src_origin) for r in rows]
     assert keys == sorted(keys)
-    begins = {(r.kind, r.src_phase, r.dst_phase, r.src_origin, r.dst_origin) for r in rows}
-    assert len(begins) == len(rows)
-    for row in rows:
+    slices = [one for row in rows for one in row.slices()]
+    begins = {(r.kind, r.src_phase, r.dst_phase, r.src_origin, r.dst_origin) for r in slices}
+    assert len(begins) == len(slices)
+    for row in slices:
         joined = (row.src_origin + row.length, row.dst_origin + row.length)
         assert (row.kind, row.src_phase, row.dst_phase, *joined) not in begins
         assert row.length > 0
@@ -199,7 +200,8 @@ def features(
         if request.id in failed:
             continue
         emitted = sum(len(lane) for lane in replay.emission(table, request, src, dst))
-        found["runs"] = found.get("runs") or emitted < sum(len(replay.pieces(row, request, src, dst)) for row in table)
+        apart = sum(len(made) for row in table for made in replay.pieces(row, request, src, dst).values())
+        found["runs"] = found.get("runs") or emitted < apart
         found["positions"] = found.get("positions") or (request.src_first is not None and emitted > 0)
         found["num_tokens"] = found.get("num_tokens") or (request.num_tokens is not None and emitted > 0)
         for pair, a, b in pairs:
