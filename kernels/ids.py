@@ -15,9 +15,10 @@ integer = jit(item.integer)
 def decode(packed, offsets, at, ids):
     """Read integer lists out of msgpack: ``ids[at[k]:at[k+1]]`` from the array that starts at ``packed[offsets[k]]``.
 
-    Lists with a negative offset are passed over; one that holds anything but integers gets the offset -2. Integers
-    above int64 become its greatest.
+    Lists with a negative offset are passed over; one that holds anything but integers gets the offset -2, and is
+    counted in the result. Integers above int64 become its greatest.
     """
+    wrong = 0
     for k in range(len(offsets)):
         if offsets[k] < 0:
             continue
@@ -31,6 +32,8 @@ def decode(packed, offsets, at, ids):
             value, nbytes = integer(packed, place)
             if nbytes == 0:
                 offsets[k] = -2
+                wrong += 1
                 break
             ids[i] = value
             place += nbytes
+    return wrong

@@ -82,10 +82,10 @@ def cut(
     return made, cut_spans
 
 
-def decode(packed: bytearray, offsets: Int64, at: Int64, out: Int64) -> None:
-    """Read integer lists out of msgpack into ``out``. See `kernels.ids.decode`."""
+def decode(packed: bytearray, offsets: Int64, at: Int64, out: Int64) -> int:
+    """Read integer lists out of msgpack into ``out``; return how many are none. See `kernels.ids.decode`."""
     warmup()
-    ids.decode(np.frombuffer(packed, np.uint8), offsets, at, out)
+    return ids.decode(np.frombuffer(packed, np.uint8), offsets, at, out)  # type: ignore[no-any-return]
 
 
 def copy(src: UInt64, dst: UInt64, length: UInt64) -> None:

@@ -1,5 +1,6 @@
 """Requests, and how a batch of them becomes arrays. It checks what ids *are*; what they mean is checked by kernels."""
 
+import itertools
 import operator
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any
@@ -73,7 +74,7 @@ def gather(
         Index of a request -> its first error, in the order kinds (src, dst, positions), lists.
     """
     src, dst = _Side("src", src_sizes), _Side("dst", dst_sizes)
-    num_tokens, twice = [], np.zeros(len(requests), np.int64)
+    num_tokens, twice = [], [0] * len(requests)
     seen: dict[Hashable, int] = {}
     errors: dict[int, RequestError] = {}
     for number, request in enumerate(requests):
@@ -106,9 +107,8 @@ def gather(
     status = np.zeros((len(requests), item.STATUS_COLUMNS), np.int64)
     if errors:
         status[list(errors), item.CODE] = item.REFUSED
-    batch = Batch(
-        src_ids, src_at, dst_ids, dst_at, *(src.firsts(), dst.firsts()), np.array(num_tokens, np.int64), twice
-    )
+    tokens_of, twice_of = np.array(num_tokens, np.int64), np.array(twice, np.int64)
+    batch = Batch(src_ids, src_at, dst_ids, dst_at, src.firsts(), dst.firsts(), tokens_of, twice_of)
     return batch, status, errors
 
 
@@ -181,16 +181,16 @@ class _Side:
 
     def flat(self) -> tuple[Int64, Int64]:
         """Return all ids as one fresh contiguous writable int64 array, and where each list begins and the last ends."""
-        at = np.zeros(len(self.counts) + 1, np.int64)
-        np.cumsum(self.counts, out=at[1:])
-        ids = np.empty(int(at[-1]), np.int64)
+        ends = [0, *itertools.accumulate(self.counts)]
+        at, ids = np.array(ends, np.int64), np.empty(ends[-1], np.int64)
         if self.packed:
             offsets = np.array(self.offsets, np.int64)
-            backend.decode(self.packed, offsets, at, ids)
-            self.wrong = [number // len(self.sizes) for number in np.flatnonzero(offsets == -2).tolist()]
+            wrong = backend.decode(self.packed, offsets, at, ids)
+            if wrong:
+                self.wrong = [number // len(self.sizes) for number in np.flatnonzero(offsets == -2).tolist()]
         for number, array in self.arrays.items():
             if number < len(self.counts) and self.counts[number]:
-                ids[at[number] : at[number + 1]] = array
+                ids[ends[number] : ends[number + 1]] = array
         return ids, at
 
     def firsts(self) -> Int64:
