@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from kvcompile import handshake, overlap, topology
@@ -114,6 +115,27 @@ class Cache(Value, frozen=True, dict=True):
         spans overlap.
         """
         return _overlays(self)
+
+    def at_rank(self, tp_rank: int) -> "Cache":
+        """Describe another rank of the same deployment, with made-up bases: this rank's own.
+
+        For proofs at a worker that sees only itself; no descriptor may be built with the result.
+
+        Raises
+        ------
+        LayoutError
+            A rank outside ``tp_size``, or one that holds another number of heads: its strides are not known here.
+        """
+        other = msgspec.structs.replace(self, tp_rank=tp_rank, instance="")
+        for region in self.regions:
+            for field in region.fields:
+                (start, stop), (first, last) = self.shard(field), other.shard(field)
+                if stop - start != last - first:
+                    raise LayoutError(
+                        f"layer {region.layer!r:.80}, field {field.name!r:.80}: rank {tp_rank} holds {last - first} heads, "
+                        f"expected {stop - start}, as rank {self.tp_rank}"
+                    )
+        return other
 
     def to_bytes(self) -> bytes:
         """Encode for the handshake: msgpack, with a version."""

@@ -3,17 +3,15 @@
 Imports no vLLM. It decides nothing about layouts: the plan is given.
 """
 
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from kvcompile.adapters.vllm_table import RegionPlan
 from kvcompile.descriptors import Descriptors
+from kvcompile.plan import Plan
 from kvcompile.request import Request
 
-__all__ = ["NULL_BLOCK", "Built", "Checked", "build_regions", "check"]
-
-logger = logging.getLogger("vllm.kvcompile")
+__all__ = ["NULL_BLOCK", "Built", "Checked", "Rules", "build_pair", "build_regions", "check"]
 
 NULL_BLOCK = 0
 """vLLM's id of no block (``NULL_BLOCK_ID``)."""
@@ -26,36 +24,52 @@ ByGroup = list[list[int]]
 
 
 class Checked(NamedTuple):
-    """Requests that passed, their aligned ids by group on both sides, and the ones that did not."""
+    """Requests that passed, with the block ids that pair, by group on both sides; and those that did not."""
 
     ids: list[str]
     src: list[ByGroup]
     dst: list[ByGroup]
     failed: dict[str, str]  # request id -> error, in order
-    silent: bool = False
 
 
 class Built(NamedTuple):
-    """Descriptors of a batch, one request a span in the order of ``Checked.ids``, and why others have none."""
+    """Descriptors of a batch, one request a span, and why others have none."""
 
     descriptors: Descriptors
     failed: dict[str, str]
 
 
-def check(
-    ready: Sequence[tuple[str, Any]],
-    wanted: dict[str, tuple[str, ByGroup]],
-    is_state: Callable[[int], bool],
-) -> Checked:
-    """Align each request's lists as vLLM 0.33.0 does: null ids of state groups are taken out first, then lists end together.
+class Rules(NamedTuple):
+    """How the lists of a peer's requests are read.
+
+    Attributes
+    ----------
+    kinds : sequence of str
+        "full", "window" or "state", one a group.
+    nulls : bool
+        Correct null ids: pairs with one are dropped *after* alignment. vLLM 0.33.0 takes them out of state lists before,
+        and copies them in all others.
+    scratch : sequence of (int, int)
+        Speculative blocks at the end of the src and of the dst list of each group, to leave off.
+    last : collection of int
+        State groups whose blocks stand for other numbers of tokens on the two sides: only the last blocks pair.
+    """
+
+    kinds: Sequence[str]
+    nulls: bool = False
+    scratch: Sequence[tuple[int, int]] = ()
+    last: frozenset[int] = frozenset()
+
+
+def check(ready: Sequence[tuple[str, Any]], wanted: dict[str, tuple[str, ByGroup]], rules: Rules) -> Checked:
+    """Align each request's lists as vLLM 0.33.0 does (they end together), and refuse what it refuses.
 
     Parameters
     ----------
     ready : sequence of (request id, send meta with ``local_block_ids``)
     wanted : dict
         Request id -> (transfer id, the consumer's ids by group).
-    is_state : callable
-        Group number -> whether it holds recurrent state.
+    rules : Rules
 
     Returns
     -------
@@ -74,14 +88,12 @@ def check(
         src: ByGroup = []
         dst: ByGroup = []
         for group, (have, want) in enumerate(zip(local, remote, strict=True)):
-            if is_state(group):
-                have = [block for block in have if block != NULL_BLOCK]  # noqa: PLW2901
-                want = [block for block in want if block != NULL_BLOCK]  # noqa: PLW2901
-            if len(have) < len(want):
-                checked.failed[request] = FEWER_BLOCKS
+            pairs = _align(have, want, group, rules)
+            if isinstance(pairs, str):
+                checked.failed[request] = pairs
                 break
-            src.append(have[len(have) - len(want) :])
-            dst.append(want)
+            src.append(pairs[0])
+            dst.append(pairs[1])
         else:
             if any(src):
                 checked.ids.append(request)
@@ -90,9 +102,30 @@ def check(
     return checked
 
 
-def build_regions(
-    plan: RegionPlan, checked: Checked, expand: Callable[[ByGroup], ByGroup], out: Descriptors | None = None
-) -> Built | None:
+def _align(have: list[int], want: list[int], group: int, rules: Rules) -> tuple[list[int], list[int]] | str:
+    """Return the ids that pair, or why the request fails."""
+    kind = rules.kinds[group]
+    if rules.scratch and any(rules.scratch[group]):
+        have, want = (ids[: len(ids) - n] for ids, n in zip((have, want), rules.scratch[group], strict=True))
+    if group in rules.last:
+        have, want = have[-1:], want[-1:]
+    if kind == "state" and not rules.nulls:
+        have, want = ([block for block in ids if block != NULL_BLOCK] for ids in (have, want))
+    elif rules.nulls and want and want[0] == NULL_BLOCK:
+        want = want[next((at for at, block in enumerate(want) if block != NULL_BLOCK), len(want)) :]
+    if len(have) < len(want):
+        return FEWER_BLOCKS
+    have = have[len(have) - len(want) :]
+    if not rules.nulls or (NULL_BLOCK not in have and NULL_BLOCK not in want):
+        return have, want
+    pairs = [(a, b) for a, b in zip(have, want, strict=True) if b != NULL_BLOCK]
+    if kind == "full" and any(a == NULL_BLOCK for a, _ in pairs):
+        return f"kvcompile: group {group} has no src block for a block that is wanted"
+    pairs = [(a, b) for a, b in pairs if a != NULL_BLOCK]
+    return [a for a, _ in pairs], [b for _, b in pairs]
+
+
+def build_regions(plan: RegionPlan, checked: Checked, expand: Callable[[ByGroup], ByGroup]) -> Built | None:
     """Build what vLLM's own loop would emit for checked requests.
 
     Parameters
@@ -101,8 +134,6 @@ def build_regions(
     checked : Checked
     expand : callable
         From ids of blocks to ids of kernel blocks, by group (vLLM's own).
-    out : Descriptors, optional
-        An earlier result, overwritten.
 
     Returns
     -------
@@ -110,10 +141,18 @@ def build_regions(
         None where the plan refuses ids that vLLM's loop would take (a block given twice, an id out of 64 bits).
     """
     requests = [
-        Request(number, plan.take(expand(src)), plan.take(expand(dst)))
-        for number, (src, dst) in enumerate(zip(checked.src, checked.dst, strict=True))
+        Request(request, plan.take(expand(src)), plan.take(expand(dst)))
+        for request, src, dst in zip(checked.ids, checked.src, checked.dst, strict=True)
     ]
-    descriptors = plan.plan.build(requests, out=out)
-    if descriptors.failed:
-        return None
-    return Built(descriptors, checked.failed)
+    descriptors = plan.plan.build(requests)
+    return None if descriptors.failed else Built(descriptors, checked.failed)
+
+
+def build_pair(plan: Plan, checked: Checked, sort: bool) -> Built:
+    """Build checked requests with a plan compiled from two caches; what it refuses fails, by request."""
+    requests = [
+        Request(request, src, dst) for request, src, dst in zip(checked.ids, checked.src, checked.dst, strict=True)
+    ]
+    descriptors = plan.build(requests, sort=sort)
+    refused = {str(request): f"kvcompile: {error}" for request, error in descriptors.failed.items()}
+    return Built(descriptors, checked.failed | refused)

@@ -89,7 +89,13 @@ class State:
     ----------
     settings : Settings
     plans : OrderedDict
-        Region lists and peer rank -> compiled plan, in LRU order.
+        Region lists and peer rank -> compiled plan.
+    layouts : OrderedDict
+        A peer's layout -> what was prepared for it.
+    cache : Cache, LayoutError or None
+        What this worker holds, or why it cannot be said; made at the first use after a registration.
+    last_peer : Cache or None
+        The peer that was described last, for its place in data parallelism.
     pending : dict
         id of the list of src addresses that was handed out -> (that list, its descriptors), until it is sent.
     engine : MooncakeEngine or None
@@ -101,20 +107,16 @@ class State:
         self.plans: OrderedDict[Any, Any] = OrderedDict()
         self.pending: dict[int, tuple[list[int], Descriptors]] = {}
         self.engine: Any = None
+        self.layouts: OrderedDict[Any, Any] = OrderedDict()
         self.cache: Any = None
-        self.logged: set[Any] = set()
+        self.last_peer: Any = None
 
-    def remember(self, key: Any, plan: Any) -> None:
-        """Keep a plan, and drop the one unused for longest where there are too many."""
-        self.plans[key] = plan
-        while len(self.plans) > PLANS:
-            self.plans.popitem(last=False)
-
-    def once(self, what: Any) -> bool:
-        """Return True the first time that something is to be said."""
-        new = what not in self.logged
-        self.logged.add(what)
-        return new
+    @staticmethod
+    def keep(kept: "OrderedDict[Any, Any]", key: Any, value: Any) -> None:
+        """Keep a value, and drop the oldest where there are too many."""
+        kept[key] = value
+        while len(kept) > PLANS:
+            kept.popitem(last=False)
 
 
 def state_of(worker: Any, settings: Settings) -> State:
