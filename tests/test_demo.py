@@ -197,6 +197,19 @@ def test_ranks_end_with_the_demo(number: signal.Signals) -> None:
         assert all_end(ranks, 10)
 
 
+def test_an_idle_rank_ends_with_the_demo() -> None:
+    """Also one that has nothing to tell, and so never meets the closed pipe."""
+    command = [sys.executable, "-m", "kvcompile.cli.demo_rank"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as idle:
+        time.sleep(1)
+        assert idle.poll() is None
+        idle.stdin.close()
+        try:
+            assert idle.wait(20) == 0
+        finally:
+            idle.kill()
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [

@@ -108,6 +108,8 @@ class Rank:
         shape = (model, serving, spec.tp_rank, spec.layers, spec.num_blocks)
         nbytes = sum(region.block_stride * region.num_blocks for region in regions(*shape))
         self.engine = engines.LocalEngine() if spec.engine == "local" else engines.MooncakeEngine("127.0.0.1")
+        if spec.side == "src":  # the first run on a machine compiles the kernels: meanwhile memory is filled
+            threading.Thread(target=kvcompile.warmup, daemon=True).start()
         self.arena = Arena(nbytes, spec.layers, self.progress)
         self.cache = self.engine.register(cache(*shape, self.arena.place))
         self.arena.fill(CANARY if spec.side == "dst" else UNUSED)
