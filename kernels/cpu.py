@@ -6,7 +6,7 @@ Arguments come as named tuples of int64 arrays: `Program` (what a plan compiled)
 
 import numpy as np
 
-from kvcompile._jit import jit
+from kvcompile._jit import entry, jit
 from kvcompile.kernels import item
 from kvcompile.kernels.arrays import Batch, Program, Work
 from kvcompile.kernels.check import check, conflict
@@ -19,7 +19,7 @@ opens_run = jit(item.opens_run)
 address = jit(item.address)
 
 
-@jit
+@entry
 def measure(program, batch, work):
     """Check a batch, find its pairs and runs, count its descriptors into ``work.spans``.
 
@@ -210,7 +210,7 @@ def count(program, batch, work):
         work.spans[r + 1] = work.spans[r] + total
 
 
-@jit
+@entry
 def write(program, batch, work, src, dst, length):
     """Write the descriptors: int64 views of uint64 arrays of ``work.spans[-1]`` items each."""
     program, batch, work = Program(*program), Batch(*batch), Work(*work)

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from kvcompile._jit import jit, move
+from kvcompile._jit import entry, jit, move
 from kvcompile.kernels import item
 
 __all__ = ["copy", "cut"]
@@ -11,7 +11,7 @@ __all__ = ["copy", "cut"]
 to_edge = jit(item.to_edge)
 
 
-@jit
+@entry
 def cut(src, dst, length, spans, most, src_edges, dst_edges, cut_src, cut_dst, cut_length, cut_spans):
     """Cut descriptors at ``most`` bytes and at the edges of chunks on either side; return how many there are then.
 
@@ -59,7 +59,7 @@ def buffer_of(edges, guess, address):
     return 0
 
 
-@jit
+@entry
 def copy(src, dst, length):
     """Copy the bytes of every descriptor: int64 views of uint64 arrays; addresses of this process."""
     for i in range(len(src)):

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from kvcompile._jit import jit
+from kvcompile._jit import entry, jit
 from kvcompile.kernels import item
 
 __all__ = ["decode"]
@@ -11,7 +11,7 @@ array_header = jit(item.array_header)
 integer = jit(item.integer)
 
 
-@jit
+@entry
 def decode(packed, offsets, at, ids):
     """Read integer lists out of msgpack: ``ids[at[k]:at[k+1]]`` from the array that starts at ``packed[offsets[k]]``.
 

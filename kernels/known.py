@@ -7,7 +7,7 @@ Here is also the shape of the one array in which a build on a device lives.
 
 import numpy as np
 
-from kvcompile._jit import jit
+from kvcompile._jit import entry, jit
 from kvcompile.kernels import item
 from kvcompile.kernels.arrays import Batch, Program
 from kvcompile.kernels.check import check_lists
@@ -63,7 +63,7 @@ src_blocks_of = jit(item.src_blocks_of)
 cuts = jit(item.cuts)
 
 
-@jit
+@entry
 def count_candidates(program, batch, status, aligned, windows, segments, covers, most, src_chunk, dst_chunk):
     """Check the lists of a batch, and write what all offsets of a build follow from.
 

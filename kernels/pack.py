@@ -1,11 +1,11 @@
 """The copying of pieces into a staging buffer and out of it: one after the other, without gaps."""
 
-from kvcompile._jit import jit, move
+from kvcompile._jit import entry, move
 
 __all__ = ["pack"]
 
 
-@jit
+@entry
 def pack(address, length, spans, staging, unpacks, byte_spans):
     """Copy the bytes of all descriptors into a buffer, in order, or from there to where they belong.
 

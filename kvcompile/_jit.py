@@ -18,7 +18,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-__all__ = ["cache_folder", "jit", "locked", "move"]
+__all__ = ["cache_folder", "entry", "jit", "locked", "move"]
 
 
 @functools.cache
@@ -41,16 +41,30 @@ def cache_folder() -> Path | None:
     return folder if os.access(folder, os.W_OK) else None
 
 
+def entry(function: Callable[..., Any]) -> Any:
+    """Compile a function that Python calls: nopython, without the GIL, cached on disk; lazily, at its first call."""
+    return _compile(function, no_cpython_wrapper=False)
+
+
 def jit(function: Callable[..., Any]) -> Any:
-    """Compile a function in nopython mode, without the GIL, cached on disk; lazily, at its first call."""
+    """Compile a function that only kernels call: as `entry`, without the wrapper, a fifth of the compile time."""
+    return _compile(function, no_cpython_wrapper=True)
+
+
+def _compile(function: Callable[..., Any], no_cpython_wrapper: bool) -> Any:
     folder = cache_folder()
     before = numba.config.CACHE_DIR
     try:
         if folder is not None:
             numba.config.CACHE_DIR = str(folder)  # read by Numba when it decorates, not later
-        # No divisor here is ever zero, and nobody calls a kernel from C: both cost compile time.
-        policy = numba.njit(nogil=True, cache=folder is not None, error_model="numpy", no_cfunc_wrapper=True)
-        return policy(function)
+        # No divisor here is ever zero, and nobody calls a kernel from C: both would cost compile time.
+        return numba.njit(
+            nogil=True,
+            cache=folder is not None,
+            error_model="numpy",
+            no_cfunc_wrapper=True,
+            no_cpython_wrapper=no_cpython_wrapper,
+        )(function)
     finally:
         numba.config.CACHE_DIR = before
 
