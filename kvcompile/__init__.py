@@ -6,6 +6,7 @@ from kvcompile.descriptors import Descriptors
 from kvcompile.errors import HandshakeError, KVCompileError, LayoutError, RequestError, TransferError
 from kvcompile.layout import Buffer, Field, Group, Region
 from kvcompile.plan import Plan, compile
+from kvcompile.proof import Proof, prove
 from kvcompile.request import Request
 
 __all__ = [
@@ -18,10 +19,12 @@ __all__ = [
     "KVCompileError",
     "LayoutError",
     "Plan",
+    "Proof",
     "Region",
     "Request",
     "RequestError",
     "TransferError",
     "compile",
+    "prove",
     "warmup",
 ]
