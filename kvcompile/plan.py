@@ -12,6 +12,7 @@ from kvcompile.backend import Batch
 from kvcompile.cache import Cache
 from kvcompile.descriptors import Descriptors, positive
 from kvcompile.errors import LayoutError, RequestError
+from kvcompile.explain import explain
 from kvcompile.kernels import item
 from kvcompile.lowering import GroupPair
 from kvcompile.program import Side, assemble, fault
@@ -100,6 +101,10 @@ class Plan:
 
     def __repr__(self) -> str:
         return f"Plan({len(self.table)} rows, {len(self._program.lanes)} lanes, {len(self.pairs)} group pairs)"
+
+    def explain(self) -> str:
+        """Tell in words what this plan does: bytes and descriptors a block, and of lanes that cannot merge why not."""
+        return f"plan table, {self._fault}" if self._fault else explain(self._program, self.src, self.dst)
 
     def with_table(self, table: npt.NDArray[np.void]) -> "Plan":
         """Return the same plan over another table, for tests and tools.

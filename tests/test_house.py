@@ -29,7 +29,7 @@ TIERS = (
     ("models", "table", "lanes", "strided", "bridge", "lowering"),
     ("_jit", "kernels"),
     ("backend",),
-    ("request", "program"),
+    ("request", "program", "explain"),
     ("plan",),
     ("proof", "engines"),
     ("adapters",),
