@@ -7,6 +7,7 @@ between others, since then the two sides count different heads.
 
 import logging
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -22,10 +23,11 @@ __all__ = ["Unknown", "cache_of", "is_kind", "opaque_reasons", "peer_of"]
 
 logger = logging.getLogger("vllm.kvcompile")
 
-SHARED = -1
+OPAQUE = ("page", "state")
+"""Fields that are one cell a rank, whatever is inside."""
 
 
-class Unknown(LayoutError):
+class Unknown(LayoutError):  # noqa: N818 (a layout, not an accident)
     """A layout that the adapter cannot describe; vLLM's own behaviour stays, and the log says why."""
 
 
@@ -60,41 +62,56 @@ def cache_of(worker: Any) -> Cache:
         groups = {worker.region_shared_groups[at] for at in places}
         if len(strides) > 1 or len(lengths) > 1 or len(groups) > 1:
             raise Unknown(f"layer {name!r}: its {len(places)} regions differ in block length or group")
-        fields = fields_of(worker, name, lengths.pop(), strides.copy().pop(), bases)
+        fields = fields_of(worker, name, lengths.pop(), bases, worker.tp_rank, worker.tp_size)
         regions += _regions(worker, name, groups.pop(), bases[0], strides.pop(), fields)
     return Cache(
         tuple(regions), _groups(worker), _buffers(worker, regions), tp_rank=worker.tp_rank, tp_size=worker.tp_size
     )
 
 
-def fields_of(worker: Any, layer: str, nbytes: int, stride: int, bases: Sequence[int]) -> tuple[Field, ...]:
-    """Return the fields of one kernel block of a layer: its payload, cut into heads where the adapter knows how."""
+def fields_of(
+    worker: Any, layer: str, nbytes: int, bases: Sequence[int], rank: int, size: int
+) -> tuple[Field, ...]:
+    """Return the fields of one kernel block of a layer: its payload, cut into heads where the adapter knows how.
+
+    Parameters
+    ----------
+    worker : MooncakeConnectorWorker
+    layer : str
+    nbytes : int
+        What vLLM transfers of a block here; more than the payload where blocks are padded.
+    bases : sequence of int
+        One, or one a head where vLLM registered each head's blocks apart.
+    rank, size : int
+        The place whose fields are asked for: this worker's, or that of a peer that orders its blocks as this side does.
+    """
     spec = worker._layer_specs[layer]
     if is_kind(spec, "MambaSpec"):
-        return state_fields(worker, spec, nbytes)
+        return state_fields(worker, spec, size)
     if not is_kind(spec, "AttentionSpec") or is_kind(spec, "CircularBufferSpec"):
         raise Unknown(f"layer {layer!r}: a {type(spec).__name__} is not known to the adapter")
     ratio = worker._physical_blocks_per_logical_kv_block
     tokens = spec.block_size // ratio
     payload = min(nbytes, spec.unpadded_page_size_bytes // ratio)
     if is_kind(spec, "MLAAttentionSpec", "SlidingWindowMLASpec") or spec.max_tp_shards == 1:
-        return (_whole("latent", 1, tokens, nbytes if nbytes == stride else payload, replicated=True),)
+        packed = nbytes > payload and layer in _opaque_rows(worker)
+        return (_whole("latent", 1, tokens, nbytes if packed else payload, replicated=True),)
     heads = total_heads(worker, layer, spec)
     if heads is None or spec.tokens_per_state != 1:
-        return (_whole("page", worker.tp_size, tokens, payload),)
-    start, stop = shard(heads, worker.tp_rank, worker.tp_size)
+        return (_whole("page", size, tokens, payload),)
+    start, stop = shard(heads, rank, size)
+    here = shard(heads, worker.tp_rank, worker.tp_size)
     cell = spec.state_content_size_bytes
-    if len(bases) > 1:  # vLLM registered each head's blocks apart
-        steps = {after - before for before, after in zip(bases, bases[1:])}  # noqa: B905 (neighbours)
+    if len(bases) > 1:
+        steps = {after - before for before, after in pairwise(bases)}
         if len(bases) != stop - start or len(steps) > 1 or nbytes != tokens * cell or min(steps) < 0:
             raise Unknown(f"layer {layer!r}: {len(bases)} regions are not its {stop - start} heads at even distances")
         return (Field("kv", heads, tokens, cell, 0, steps.pop(), cell),)
-    if spec.num_head_slots in (None, spec.num_kv_heads) and payload == (stop - start) * tokens * cell:
-        head_stride, token_stride = _strides(worker, layer, tokens * cell, cell, stop - start)
-        return (Field("kv", heads, tokens, cell, 0, head_stride, token_stride),)
+    if spec.num_head_slots in (None, spec.num_kv_heads) and payload == (here[1] - here[0]) * tokens * cell:
+        return (_in_order(worker, layer, Field.hnd("kv", heads=heads, tokens=tokens, cell_nbytes=cell), stop - start),)
     if spec.num_head_slots == 2 * spec.num_kv_heads and spec.kv_quant_mode.is_nvfp4 and _is_flashinfer(worker):
         return _nvfp4(heads, stop - start, tokens, cell)
-    return (_whole("page", worker.tp_size, tokens, payload),)
+    return (_whole("page", size, tokens, payload),)
 
 
 def total_heads(worker: Any, layer: str, spec: Any) -> int | None:
@@ -142,6 +159,7 @@ def peer_of(worker: Any, own: Cache, meta: Any) -> Cache:
         A length that is not the owned heads times the bytes of a head, or a layer that this side does not hold.
     """
     declared = {(region.layer, region.group): region for region in own.regions}
+    lengths = dict(zip(worker.registered_layer_names, worker.kv_block_len_per_layer, strict=True))
     regions = []
     named = meta.registered_layer_names
     if not named or len(named) != len(meta.registered_group_indices):
@@ -156,11 +174,18 @@ def peer_of(worker: Any, own: Cache, meta: Any) -> Cache:
             if ours is None or len(places) > 1:
                 raise Unknown(f"layer {name!r} of the peer: not one region of this side's group {group}")
             length, stride = meta.kv_block_lens[at], meta.block_lens[at]
-            fields = tuple(_at(field, own, meta, stride) for field in ours.fields)
-            owned = _payload(fields, meta.remote_tp_rank, meta.remote_tp_size)
-            if length != owned and not (length == stride >= owned and _payload(ours.fields, *_place(own)) <= owned):
+            place = meta.remote_tp_rank, meta.remote_tp_size
+            fields = ours.fields
+            if place[1] != own.tp_size:
+                fields = fields_of(worker, name, lengths[name], (ours.base,), *place)
+            owned = _payload(fields, *place)
+            here = lengths[name]
+            padded = here > _payload(ours.fields, own.tp_rank, own.tp_size)
+            expected = here if own.tp_size == meta.remote_tp_size else owned
+            if length < owned or stride < length or (length != expected and not (padded and own.tp_size != meta.remote_tp_size)):
                 raise Unknown(
-                    f"layer {name!r}: the peer's blocks are {length} bytes, its heads at TP {meta.remote_tp_size} are {owned}"
+                    f"layer {name!r}: the peer's blocks are {length} bytes, expected {expected}: its heads at TP "
+                    f"{meta.remote_tp_size} times this side's bytes of a head"
                 )
             regions.append(
                 Region(
@@ -173,12 +198,14 @@ def peer_of(worker: Any, own: Cache, meta: Any) -> Cache:
                     ours.kernel_blocks,
                 )
             )
-    return Cache(tuple(regions), own.groups, tp_rank=meta.remote_tp_rank, tp_size=meta.remote_tp_size)
+    spans = [(region.base, region.base + region.block_stride * region.num_blocks) for region in regions]
+    buffers = tuple(Buffer(start, end - start) for start, end in merge(spans))
+    return Cache(tuple(regions), own.groups, buffers, tp_rank=meta.remote_tp_rank, tp_size=meta.remote_tp_size)
 
 
 def opaque_reasons(own: Cache) -> list[str]:
     """Say which layers are opaque cells: right between equal TP sizes only."""
-    names = [f"{r.layer}: {f.name}" for r in own.regions for f in r.fields if f.name in ("page", "state")]
+    names = [f"{r.layer}: {f.name}" for r in own.regions for f in r.fields if f.name in OPAQUE and not f.replicated]
     return sorted(names)
 
 
@@ -224,13 +251,33 @@ def _whole(name: str, heads: int, tokens: int, nbytes: int, replicated: bool = F
     return Field(name, heads, tokens, nbytes, 0, nbytes, nbytes, replicated, tokens_per_cell=tokens)
 
 
-def _strides(worker: Any, layer: str, head_nbytes: int, cell: int, heads: int) -> tuple[int, int]:
-    """Return (head_stride, token_stride) of a layer's [block, head, token, content] tensor; HND where there is none."""
+def _opaque_rows(worker: Any) -> set[str]:
+    """Return the layers whose region is a whole packed row, with other layers' bytes in it."""
+    rows = zip(
+        worker.registered_layer_names,
+        worker.region_row_offsets,
+        worker.kv_block_len_per_layer,
+        worker.block_len_per_layer,
+        strict=True,
+    )
+    return {name for name, offset, nbytes, stride in rows if offset == 0 and nbytes == stride}
+
+
+def _in_order(worker: Any, layer: str, field: Field, local: int) -> Field:
+    """Return a field with the strides of the layer's [block, head, token, content] tensor, where there is one.
+
+    vLLM's connector asks for heads outermost in a block (``LBHNC``); another order shows in the strides.
+    """
     tensor = getattr(worker, "device_kv_caches", {}).get(layer)
-    if tensor is None or tensor.ndim != 4 or tensor.shape[1] != heads:
-        return head_nbytes, cell
+    if tensor is None or tensor.ndim != 4 or tensor.shape[1] == 1:
+        return field
     size = tensor.element_size()
-    return tensor.stride(1) * size, tensor.stride(2) * size
+    strides = tensor.stride(1) * size, tensor.stride(2) * size
+    if strides == (field.head_stride, field.token_stride):
+        return field
+    if tensor.shape[1] != local or min(strides) < field.cell_nbytes:
+        raise Unknown(f"layer {layer!r}: strides {tuple(tensor.stride())}, expected heads outermost in a block")
+    return msgspec.structs.replace(field, head_stride=strides[0], token_stride=strides[1])
 
 
 def _is_flashinfer(worker: Any) -> bool:
@@ -249,29 +296,10 @@ def _nvfp4(heads: int, local: int, tokens: int, cell: int) -> tuple[Field, ...]:
     )
 
 
-def _place(own: Cache) -> tuple[int, int]:
-    return own.tp_rank, own.tp_size
-
-
-def _at(field: Field, own: Cache, meta: Any, stride: int) -> Field:
-    """Return a field of this side as a plain peer must hold it: in the same order, dense for its own heads."""
-    if field.replicated or own.tp_size == meta.remote_tp_size:
-        return field
-    cells = field.tokens // field.tokens_per_cell
-    if field.offset or field.head_stride != cells * field.cell_nbytes or field.token_stride != field.cell_nbytes:
-        raise Unknown(f"field {field.name!r}: how a peer at TP {meta.remote_tp_size} orders it is not known")
-    return field
-
-
 def _payload(fields: Sequence[Field], rank: int, size: int) -> int:
     """Return the bytes of dense fields that a rank holds in one kernel block."""
     total = 0
     for field in fields:
         start, stop = shard(field.heads, rank, size, field.replicated)
-        total += (stop - start) * (field.tokens // field.tokens_per_cell) * field.cell_nbytes
+        total += (stop - start) * field.cells * field.cell_nbytes
     return total
-
-
-def replace_rank(cache: Cache, rank: int) -> Cache:
-    """Return the same cache for another rank, without any check."""
-    return msgspec.structs.replace(cache, tp_rank=rank, instance="")

@@ -210,7 +210,7 @@ def _prepare(worker: Any, state: State, meta: Any) -> Prepared:
         ratios = [1 if group.state else worker._physical_blocks_per_logical_kv_block for group in own.groups]
         needed = vllm_pair.verdict(own, peer, answer, ratios)
     except KVCompileError as error:
-        if isinstance(error, vllm_cache.Unknown) or not data:
+        if not isinstance(own, Cache) or "validate_region_lengths" not in state.settings.corrections:
             logger.info("kvcompile: %s: as vLLM does it; no corrections: %s", who, error)
             return theirs
         logger.error("kvcompile: %s: refused: %s", who, error)
