@@ -7,7 +7,7 @@ PY = .venv/bin/python
 PY065 = .venv-numba065/bin/python
 PYTEST = -m pytest -n 2
 
-.PHONY: demo test test-main test-numba065 bench lint pyright clean
+.PHONY: demo test test-main test-numba065 bench families lint pyright clean
 
 demo: .venv/demo.stamp
 	@.venv/bin/kvcompile demo $(ARGS)
@@ -23,6 +23,10 @@ test-numba065: .venv-numba065/test.stamp
 
 bench: .venv/demo.stamp
 	@$(PY) -m bench.bench_build $(ARGS)
+
+# docs/families.md: every model in every deployment, proved and moved.
+families: .venv/demo.stamp
+	@.venv/bin/kvcompile families --lines tests/data/families.txt --write docs/families.md
 
 lint: .venv/test.stamp
 	.venv/bin/ruff check -q .

@@ -93,3 +93,39 @@ def demo(
         Console(stderr=True).print(f"[bold red]demo:[/bold red] {escape(str(error))}", highlight=False)
         code = 1
     raise typer.Exit(code)
+
+
+@app.command()
+def families(
+    configs: Annotated[
+        list[str],
+        typer.Argument(help="config.json files; with settings as in 'config.json kv_dtype=nvfp4 order=LBHPNC'."),
+    ],
+    lines: Annotated[bool, typer.Option(help="The files are lists: on each line a config.json and settings.")] = False,
+    write: Annotated[str | None, typer.Option(help="Write the tables to this file.")] = None,
+) -> None:
+    """Prove each model in deployments of many kinds, and move it byte for byte with the local engine."""
+    from pathlib import Path  # noqa: PLC0415
+
+    from kvcompile import KVCompileError  # noqa: PLC0415
+    from kvcompile.cli.families import CELLS, check, document, line, rows_of  # noqa: PLC0415
+
+    console = Console()
+    results, wrong = {}, 0
+    try:
+        rows = [] if lines else rows_of(configs)
+        for path in map(Path, configs if lines else []):
+            rows += rows_of(path.read_text().splitlines(), path.parent)
+        for row in rows:
+            with console.status(row.name):
+                found = {cell: check(row, cell) for cell in CELLS}
+            results[row.name] = row, found
+            wrong += sum(not result.right for result in found.values())
+            console.print(escape(line(row, found, [])), soft_wrap=True, highlight=False)
+    except (KVCompileError, OSError) as error:
+        Console(stderr=True).print(f"[bold red]families:[/bold red] {escape(str(error))}", highlight=False)
+        raise typer.Exit(1) from None
+    if write:
+        Path(write).write_text(document(results, "make families" if lines else "kvcompile families"))
+    console.print(f"{len(results)} models in {len(CELLS)} deployments each: {wrong} wrong")
+    raise typer.Exit(int(wrong > 0))

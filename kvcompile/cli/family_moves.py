@@ -1,22 +1,25 @@
 """Move one request between all ranks of two deployments in one process, and check every byte, from strides alone."""
 
-import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from kvcompile import Cache, Field, KVCompileError, Region, Request, compile  # noqa: A004 (the field's word)
+from kvcompile import Cache, Field, KVCompileError, Plan, Region, Request
 from kvcompile.engines.base import Engine
 
-__all__ = ["Ids", "Memory", "Moved", "ids_for", "move"]
+__all__ = ["DST_FILL", "SRC_FILL", "Ids", "Memory", "Moved", "ids_for", "move"]
 
 Bytes = npt.NDArray[np.uint8]
 
 SRC_FILL, DST_FILL = 0xA5, 0x5A
+
+CHUNK = 1 << 24
+"""Bytes of one head written at a time."""
+
 _TABLE = np.random.default_rng(2026).integers(0, 256, (1 << 16) + (1 << 20), np.uint8)
 
 
@@ -60,21 +63,21 @@ def ids_for(caches: Sequence[Cache], windows: Sequence[int | None], tokens: int,
     tokens : int
         Length of the request.
     """
-    lists = []
+    lists: list[list[int]] = []
+    taken: dict[int, set[int]] = {}  # groups that overlay each other have one id space
     for number, group in enumerate(caches[0].groups):
         bounds = [bound for cache in caches if (bound := cache.bound(number)) is not None]
         count = 1 if group.state else -(-tokens // group.block_size)
-        null = group.null_block
-        free = [block for block in range(min(bounds, default=count + 1)) if block != null]
-        if count > len(free):
-            raise KVCompileError(f"group {number}: {count} blocks needed, {len(free)} there")
+        null, window = group.null_block, windows[number]
+        used = taken.setdefault(caches[0].overlays[number], set())
+        free = [block for block in range(min(bounds, default=count + 1)) if block != null and block not in used]
+        gone = 0 if window is None or null is None else max(tokens - window + 1, 0) // group.block_size
+        if count - gone > len(free):
+            raise KVCompileError(f"group {number}: {count - gone} blocks needed, {len(free)} there")
         cut = int(random.integers(1, len(free))) if len(free) > 1 else 0
-        blocks = (free[cut:] + free[:cut])[:count]
-        window = windows[number]
-        if window is not None and null is not None:
-            gone = max(tokens - window + 1, 0) // group.block_size
-            blocks = [null] * gone + blocks[gone:]
-        lists.append(blocks)
+        blocks = (free[cut:] + free[:cut])[: count - gone]
+        used.update(blocks)
+        lists.append([0 if null is None else null] * gone + blocks)
     return Ids(lists, [0] * len(lists))
 
 
@@ -85,7 +88,7 @@ def move(
     ids: tuple[Ids, Ids],
     tokens: int,
     engines: tuple[Engine, Engine],
-    election: str = "nearest",
+    plans: Mapping[tuple[int, int], Plan],
 ) -> Moved:
     """Move one request from all src ranks to all dst ranks, and compare all of the destinations' memory.
 
@@ -93,6 +96,8 @@ def move(
     ----------
     memory, ids, engines : pairs
         Of src and dst; the engines have the caches registered.
+    plans : mapping
+        Of the indices of each src and dst.
     """
     for cache, array in zip(srcs, memory[0].arrays, strict=True):
         paint(cache, array, ids[0], ids[0], srcs, tokens)
@@ -101,13 +106,12 @@ def move(
         paint(cache, array, ids[1], ids[0], srcs, tokens)
     request = Request("request", ids[0].blocks, ids[1].blocks, ids[0].first, ids[1].first, tokens)
     count = nbytes = 0
-    for src in srcs:
-        for dst in dsts:
-            built = compile(src, dst, election=election).build([request])
-            for error in built.failed.values():
-                raise error
-            engines[0].write(engines[1].session, built)
-            count, nbytes = count + len(built), nbytes + built.nbytes
+    for plan in plans.values():
+        built = plan.build([request])
+        for error in built.failed.values():
+            raise error
+        engines[0].write(engines[1].session, built)
+        count, nbytes = count + len(built), nbytes + built.nbytes
     wrong = sum(int(np.count_nonzero(a != b)) for a, b in zip(memory[1].arrays, expected, strict=True))
     return Moved(count, nbytes, wrong)
 
@@ -117,36 +121,29 @@ def paint(cache: Cache, array: Bytes, own: Ids, source: Ids, sources: Sequence[C
     has = [_present(sources[0], source, number, tokens) for number in range(len(sources[0].groups))]
     groups = {(r.layer, part.name): r.group for one in sources for r in one.regions for part in r.fields}
     for region in cache.regions:
+        group = cache.groups[region.group]
+        blocks = np.array(own.blocks[region.group], np.int64)
+        kernel = np.add.outer(blocks * region.kernel_blocks, np.arange(region.kernel_blocks)).ravel()
+        real = np.repeat(blocks != (-1 if group.null_block is None else group.null_block), region.kernel_blocks)
         for part in region.fields:
-            cells = _view(cache, array, region, part)
-            group = cache.groups[region.group]
             source_group = groups.get((region.layer, part.name))
-            if source_group is None:  # on another stage, or nowhere
+            if source_group is None:  # on no src rank
                 continue
-            for place, block in enumerate(own.blocks[region.group]):
-                if block == group.null_block:
-                    continue
-                kernel = slice(block * region.kernel_blocks, (block + 1) * region.kernel_blocks)
-                token = _tokens(cache, region, part, own.first[region.group] + place)
-                if not group.state:
-                    last = min(len(has[source_group]) - 1, int(token.max()))
-                    there = (token <= last) & has[source_group][np.minimum(token, last)]
-                else:
-                    there = np.ones_like(token, bool)
-                if there.any():
-                    cells[kernel][there_index(there)] = _values(cache, region, part, token)[there_index(there)]
-
-
-def there_index(there: npt.NDArray[np.bool_]) -> tuple[npt.NDArray[np.int64], slice, npt.NDArray[np.int64]]:
-    """Index [kernel blocks, heads, cells, bytes] by a mask of [kernel blocks, cells]."""
-    block, cell = np.nonzero(there)
-    return block, slice(None), cell
+            token = _tokens(cache, region, part, own.first[region.group], len(blocks))
+            there = np.broadcast_to(real[:, None], token.shape)
+            if not group.state:
+                known = has[source_group]
+                there = there & (token < len(known)) & known[np.minimum(token, len(known) - 1)]
+            for start in range(0, len(kernel), step := max(1, CHUNK // (part.cells * part.cell_nbytes))):
+                block, cell = np.nonzero(there[start : start + step])
+                values = _values(cache, region, part, token[start : start + step][block, cell])
+                _view(cache, array, region, part)[kernel[start : start + step][block], :, cell] = values
 
 
 def _present(cache: Cache, ids: Ids, number: int, tokens: int) -> npt.NDArray[np.bool_]:
     """Whether a side has each token, by position: not in null blocks, whole blocks up to the last token."""
     group = cache.groups[number]
-    blocks = ids.blocks[number][: math.ceil(tokens / group.block_size)]
+    blocks = ids.blocks[number][: -(-tokens // group.block_size)]
     present = np.repeat(np.array([block != group.null_block for block in blocks], bool), group.block_size)
     return np.concatenate([np.zeros(ids.first[number] * group.block_size, bool), present])
 
@@ -161,23 +158,24 @@ def _view(cache: Cache, array: Bytes, region: Region, part: Field) -> Bytes:
     return np.lib.stride_tricks.as_strided(array[at:], shape, strides)
 
 
-def _tokens(cache: Cache, region: Region, part: Field, position: int) -> npt.NDArray[np.int64]:
-    """Return the first token of each cell of a block, counted over the request: [kernel blocks, cells]."""
-    local = np.arange(region.kernel_blocks * part.cells, dtype=np.int64) * part.tokens_per_cell
-    if not cache.groups[region.group].state:
-        local += position * region.kernel_blocks * part.tokens
+def _tokens(cache: Cache, region: Region, part: Field, first: int, count: int) -> npt.NDArray[np.int64]:
+    """Return the first token of each cell of blocks, counted over the request: [kernel blocks, cells]."""
+    if cache.groups[region.group].state:
+        return np.tile(np.arange(part.cells, dtype=np.int64), (count, 1))
+    kernel_blocks = count * region.kernel_blocks
+    local = np.arange(kernel_blocks * part.cells, dtype=np.int64) * part.tokens_per_cell
+    local += first * region.kernel_blocks * part.tokens
     if part.dcp_sharded and cache.dcp_size > 1:
         size, interleave, place = cache.dcp_size, cache.dcp_interleave, cache.tp_rank % cache.dcp_size
         local = local // interleave * interleave * size + place * interleave + local % interleave
-    return local.reshape(region.kernel_blocks, part.cells)
+    return local.reshape(kernel_blocks, part.cells)
 
 
 def _values(cache: Cache, region: Region, part: Field, token: npt.NDArray[np.int64]) -> Bytes:
-    """Return what cells hold, [kernel blocks, heads, cells, bytes]: a window of a table that all coordinates choose."""
+    """Return what cells hold, [tokens, heads, bytes]: a window of a table that all coordinates choose."""
     head = np.arange(*cache.shard(part), dtype=np.int64)
     name = zlib.crc32(f"{region.layer}/{part.name}".encode())
-    mixed = (name + token[:, None, :] * 40503 + head[None, :, None] * 2654435761) * 2246822519
-    window = (mixed >> 13) % (1 << 16)
+    mixed = (name + token[:, None] * 40503 + head * 2654435761) * 2246822519
     windows = np.lib.stride_tricks.sliding_window_view(_TABLE, part.cell_nbytes)
-    values: Bytes = windows[window]
+    values: Bytes = windows[(mixed >> 13) % (1 << 16)]
     return values

@@ -46,7 +46,6 @@ class Deployment:
     block_size: int
     kernel_block_size: Mapping[str, int]
     num_blocks: Mapping[str, int]
-    align: int
     overlay: bool
 
 
@@ -65,7 +64,7 @@ def caches(
     num_blocks: int | Mapping[str, int] = 1024,
     state_dtype: str = "auto",
     conv_order: str = "row_first",
-    align: int = 1,
+    align: int | Mapping[str, int] = 1,
     overlay: bool = False,
     null_block: int | None = 0,
     mtp: bool = False,
@@ -106,8 +105,9 @@ def caches(
         ``mamba_ssm_cache_dtype``, else float32 (KDA, Nemotron-H, lightning attention) or the model's own (vLLM's).
     conv_order : str
         Of convolution states: ``row_first`` (vLLM's SD) or ``dim_first`` (DS).
-    align : int
-        Blocks are padded to a multiple of so many bytes.
+    align : int or mapping
+        Kernel blocks, and blocks of state, are padded to a multiple of so many bytes; by kind (also ``state``) if a
+        mapping.
     overlay : bool
         All groups share one pool, as in vLLM 0.33.0 (``v1/core/kv_cache_planning.py``,
         ``get_kv_cache_config_from_groups``): an id belongs to one of them at a time.
@@ -143,23 +143,26 @@ def caches(
     _number("tp_size", tp_size)
     _number("dcp_size", dcp_size)
     _number("block_size", block_size)
-    _number("align", align)
     if state_dtype == "auto" and state is not None:
         state_dtype = state
     for name, value, known in (("kv_dtype", kv_dtype, KV_DTYPES), ("state_dtype", state_dtype, tuple(STATE_ITEMSIZES))):
         if value not in known:
             raise LayoutError(f"{name} is {value!r:.80}, expected one of {', '.join(known)}")
-    serving = Serving(kv_dtype, itemsize, STATE_ITEMSIZES[state_dtype], ordered(order), conv_order, dcp_size > 1, align)
     stages = _stages(layers, hidden, pp_size)
     stages[-1] = stages[-1] + drafts
     everything = [*layers, *drafts]
     groups = _groups(everything, block_size, dcp_size, null_block)
-    kinds = {keep.kind for layer in everything for keep in layer.keeps if not keep.state}
+    kinds = {keep.kind for layer in everything for keep in layer.keeps}
+    padding = _by_name("align", align, kinds)
+    serving = Serving(
+        kv_dtype, itemsize, STATE_ITEMSIZES[state_dtype], ordered(order), conv_order, dcp_size > 1, padding
+    )
+    kinds = kinds - {"state"}
     kernel_blocks = _by_name("kernel_block_size", kernel_block_size, kinds)
     blocks = _by_name("num_blocks", num_blocks, set(groups))
     if len(blocks) < len(groups):
         raise LayoutError(f"num_blocks: {sorted(set(groups) - set(blocks))} are missing, expected all groups' numbers")
-    plan = Deployment(everything, groups, stages, serving, tp_size, block_size, kernel_blocks, blocks, align, overlay)
+    plan = Deployment(everything, groups, stages, serving, tp_size, block_size, kernel_blocks, blocks, overlay)
     ranks = range(tp_size) if tp_ranks is None else list(tp_ranks)
     made = []
     for stage in stages:
@@ -329,7 +332,8 @@ def _lay_out(plan: Deployment, shelves: dict[str, list[Shelf]], rank: int, base:
 def _padded(plan: Deployment, shelf: Shelf, rank: int) -> int:
     """Bytes of one kernel block of one layer, padded: state here, everything else by its own arrangement."""
     page = shelf.page(rank, plan.tp_size)
-    return -(-page // plan.align) * plan.align if shelf.keep.state else page
+    align = plan.serving.padding("state") if shelf.keep.state else 1
+    return -(-page // align) * align
 
 
 def _check_overlay(plan: Deployment, shelves: dict[str, list[Shelf]], rank: int, packed: bool) -> None:

@@ -1,5 +1,6 @@
 """What one layer of a model keeps: a value for each kind of cache. It reads no config."""
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -32,8 +33,8 @@ class Serving(NamedTuple):
         Of convolution states, one of `fields.state.CONV_ORDERS`.
     dcp_sharded : bool
         Decode context parallelism divides the tokens of attention.
-    align : int
-        Blocks are padded to a multiple of it.
+    align : mapping
+        Kernel blocks of a kind are padded to a multiple of so many bytes.
     """
 
     kv_dtype: str
@@ -42,7 +43,7 @@ class Serving(NamedTuple):
     order: str
     conv_order: str
     dcp_sharded: bool
-    align: int
+    align: Mapping[str, int]
 
     def cell(self, elements: int) -> int:
         """Return the bytes of so many elements of the KV type."""
@@ -50,6 +51,10 @@ class Serving(NamedTuple):
             numerator, denominator = SCALED[self.kv_dtype]
             return elements * numerator // denominator
         return elements * ITEMSIZES.get(self.kv_dtype, self.itemsize)
+
+    def padding(self, kind: str) -> int:
+        """Return what kernel blocks of a kind are padded to."""
+        return self.align.get(kind, 1)
 
     def refuse(self, kind: str) -> LayoutError:
         return LayoutError(f"kv_dtype is {self.kv_dtype!r}, which {kind} is not kept in")
@@ -76,16 +81,22 @@ class Attention:
         """Arrange a kernel block of so many tokens."""
         sharded = serving.dcp_sharded and self.window is None
         v_dim = self.k_dim if self.v_dim is None else self.v_dim
-        common: dict[str, Any] = {"heads": self.heads, "tokens": tokens, "order": serving.order, "dcp_sharded": sharded}
+        common: dict[str, Any] = {
+            "heads": self.heads,
+            "tokens": tokens,
+            "order": serving.order,
+            "dcp_sharded": sharded,
+            "align": serving.padding(self.kind),
+        }
         if serving.kv_dtype == "nvfp4":
             if v_dim != self.k_dim:
                 raise LayoutError(f"kv_dtype is 'nvfp4', expected heads of K and V alike, got {self.k_dim} and {v_dim}")
-            return (fields.nvfp4(head_dim=self.k_dim, align=serving.align, **common),)
+            return (fields.nvfp4(head_dim=self.k_dim, **common),)
         if serving.kv_dtype.endswith("ds_mla"):
             raise serving.refuse("grouped-query attention")
         scales = "token_head" if serving.kv_dtype in SCALED else "none"
         k_nbytes, v_nbytes = serving.cell(self.k_dim), serving.cell(v_dim)
-        return (fields.dense(k_nbytes=k_nbytes, v_nbytes=v_nbytes, scales=scales, align=serving.align, **common),)
+        return (fields.dense(k_nbytes=k_nbytes, v_nbytes=v_nbytes, scales=scales, **common),)
 
 
 @dataclass(frozen=True)
@@ -117,7 +128,7 @@ class Latent:
             cell_nbytes=nbytes,
             dcp_sharded=serving.dcp_sharded,
             order=outer(serving.order) + "NC",
-            align=serving.align,
+            align=serving.padding(self.kind),
         )
         return (made,)
 
@@ -144,7 +155,7 @@ class Indexer:
             tokens_per_cell=self.tokens_per_cell,
             dcp_sharded=serving.dcp_sharded and self.tokens_per_cell == 1,
             order=outer(serving.order) + "PNC",
-            align=max(serving.align, 576 if self.tokens_per_cell > 1 else 1),
+            align=max(serving.padding(self.kind), 576 if self.tokens_per_cell > 1 else 1),
         )
         return (made,)
 
@@ -187,7 +198,7 @@ class Compressed:
             scale_nbytes=scale,
             name=self.name,
             order=outer(serving.order) + "PNC",
-            align=max(serving.align, 576 if packed else 512),
+            align=max(serving.padding(self.kind), 576 if packed else 512),
         )
         return (made,)
 
