@@ -10,6 +10,7 @@ import kvcompile
 from kvcompile import Cache, Group, LayoutError, Region, Request, fields
 from kvcompile.fields import Arrangement, Part
 from tests import oracle, replay
+from tests.moves import check_moves
 
 ORDERS = (
     *("hnd", "nhd", "LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"),
@@ -71,27 +72,6 @@ def test_strides_are_those_of_the_tensor(order: str) -> None:
 def cache_of(arrangement: Arrangement, rank: int, size: int, blocks: int = 6, base: int = 4096) -> Cache:
     regions = arrangement.regions(layers=["a"], base=base, num_blocks=blocks, tp_rank=rank, tp_size=size)
     return Cache(regions, [Group(arrangement.parts[0].tokens)], tp_rank=rank, tp_size=size)
-
-
-def check_moves(srcs: list[Cache], dsts: list[Cache], requests: list[Request]) -> int:
-    """Each byte that the oracle wants is moved once, from a rank that has it; return how many."""
-    total = 0
-    for dst in dsts:
-        wanted: dict[int, set[tuple[int, int]]] = {}
-        written: list[tuple[int, tuple[int, int]]] = []
-        for number, src in enumerate(srcs):
-            built = kvcompile.compile(src, dst).build(requests)
-            assert not built.failed
-            written += [(target, (number, source)) for source, target in replay.moved(replay.triples(built))]
-            for request in requests:
-                for source, target in oracle.copies(request, src, dst):
-                    wanted.setdefault(target, set()).add((number, source))
-        targets = [target for target, _ in written]
-        assert len(set(targets)) == len(targets)
-        assert set(targets) == set(wanted)
-        assert all(source in wanted[target] for target, source in written)
-        total += len(targets)
-    return total
 
 
 SIZES = ((2, 2), (1, 2), (4, 1), (2, 3), (3, 8))

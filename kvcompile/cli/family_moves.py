@@ -101,9 +101,6 @@ def move(
     """
     for cache, array in zip(srcs, memory[0].arrays, strict=True):
         paint(cache, array, ids[0], ids[0], srcs, tokens)
-    expected = [np.full_like(array, memory[1].fill) for array in memory[1].arrays]
-    for cache, array in zip(dsts, expected, strict=True):
-        paint(cache, array, ids[1], ids[0], srcs, tokens)
     request = Request("request", ids[0].blocks, ids[1].blocks, ids[0].first, ids[1].first, tokens)
     count = nbytes = 0
     for plan in plans.values():
@@ -112,7 +109,13 @@ def move(
             raise error
         engines[0].write(engines[1].session, built)
         count, nbytes = count + len(built), nbytes + built.nbytes
-    wrong = sum(int(np.count_nonzero(a != b)) for a, b in zip(memory[1].arrays, expected, strict=True))
+    wrong = 0
+    scratch = np.empty(max(map(len, memory[1].arrays)), np.uint8)
+    for cache, array in zip(dsts, memory[1].arrays, strict=True):
+        expected = scratch[: len(array)]
+        expected[:] = memory[1].fill
+        paint(cache, expected, ids[1], ids[0], srcs, tokens)
+        wrong += int(np.count_nonzero(array != expected))
     return Moved(count, nbytes, wrong)
 
 
