@@ -5,6 +5,7 @@ It reads what a build reads (`kernels.item` names the columns), and runs nothing
 
 from collections import Counter
 from fractions import Fraction
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +14,7 @@ from kvcompile.backend import Program
 from kvcompile.kernels import item
 from kvcompile.program import Side
 
-__all__ = ["explain"]
+__all__ = ["Figures", "amount", "explain", "figures"]
 
 Int64 = npt.NDArray[np.int64]
 
@@ -26,38 +27,66 @@ def explain(program: Program, src: Side, dst: Side) -> str:
     program : Program
     src, dst : Side
     """
-    of_lane = program.classes[program.rows[program.lanes[:, item.LANE_START], item.CLASS], item.CLASS_PAIR]
+    of_lane = _pair_of_lane(program)
     counts = ((program.rows, "row"), (program.lanes, "lane"), (program.pairs, "group pair"))
     lines = [", ".join(_many(len(rows), what) for rows, what in counts)]
-    for number, pair in enumerate(program.pairs.tolist()):
-        src_group, dst_group = pair[item.SRC_GROUP], pair[item.DST_GROUP]
-        head = f"src group {src_group} ({_size(src, src_group)}) to dst group {dst_group} ({_size(dst, dst_group)})"
-        lines += ["", *_group_pair(program, head, program.lanes[of_lane == number])]
+    for number, of in enumerate(figures(program)):
+        sizes = _size(src, of.src_group), _size(dst, of.dst_group)
+        head = f"src group {of.src_group} ({sizes[0]}) to dst group {of.dst_group} ({sizes[1]})"
+        lines += ["", *_group_pair(program, head, of, program.lanes[of_lane == number])]
     return "\n".join(lines)
 
 
-def _group_pair(program: Program, head: str, lanes: Int64) -> list[str]:
-    if not len(lanes):
+class Figures(NamedTuple):
+    """What a plan sends from one group to another."""
+
+    src_group: int
+    dst_group: int
+    rows: int
+    lanes: int
+    merging: int  # lanes that may merge
+    nbytes: Fraction  # a dst block: on average over a period, and over the parts of a stripe
+    descriptors: Fraction  # a dst block, where nothing merges
+    parts: tuple[tuple[int, int], ...]  # (part, parts) of a stripe
+
+
+def figures(program: Program) -> list[Figures]:
+    """Count what a plan does, an item a group pair."""
+    of_lane = _pair_of_lane(program)
+    found = []
+    for number, pair in enumerate(program.pairs.tolist()):
+        lanes = program.lanes[of_lane == number]
+        chosen = [row for start, stop, _ in lanes.tolist() for row in program.rows[start:stop].tolist()]
+        classes = [program.classes[row[item.CLASS]].tolist() for row in chosen]
+        shares = [
+            Fraction(row[item.COUNT], of_row[item.DST_STEP] * of_row[item.PARTS])
+            for row, of_row in zip(chosen, classes, strict=True)
+        ]
+        nbytes = sum((share * row[item.LENGTH] for share, row in zip(shares, chosen, strict=True)), Fraction(0))
+        parts = {(of_row[item.PART], of_row[item.PARTS]) for of_row in classes if of_row[item.PARTS] > 1}
+        merging = int(np.count_nonzero(lanes[:, item.LANE_KIND] != item.APART))
+        most = sum(shares, Fraction(0))
+        groups = pair[item.SRC_GROUP], pair[item.DST_GROUP]
+        found.append(Figures(*groups, len(chosen), len(lanes), merging, nbytes, most, tuple(sorted(parts))))
+    return found
+
+
+def _group_pair(program: Program, head: str, of: Figures, lanes: Int64) -> list[str]:
+    if not of.rows:
         return [f"{head}: nothing; no head in common, or another src rank sends it"]
-    nbytes, most = Fraction(0), Fraction(0)
-    said: Counter[str] = Counter()
-    parts = set()
-    for start, stop, kind in lanes.tolist():
-        rows = program.rows[start:stop]
-        for row in rows.tolist():
-            of_row = program.classes[row[item.CLASS]].tolist()
-            # On average: a row is there for one block in a period, and a stripe for one of its parts.
-            share = Fraction(row[item.COUNT], of_row[item.DST_STEP] * of_row[item.PARTS])
-            most += share
-            nbytes += share * row[item.LENGTH]
-            parts.add((of_row[item.PART] + 1, of_row[item.PARTS]))
-        said[_lane(rows, kind)] += 1
-    lines = [f"{head}: {_number(nbytes)} bytes and at most {_number(most)} descriptors a dst block"]
-    if set(lanes[:, item.LANE_KIND].tolist()) == {item.APART}:
+    lines = [f"{head}: {amount(of.nbytes)} bytes and at most {amount(of.descriptors)} descriptors a dst block"]
+    if not of.merging:
         lines.append("  nothing merges, whatever the block ids")
+    said = Counter(_lane(program.rows[start:stop], kind) for start, stop, kind in lanes.tolist())
     lines += [f"  {_many(count, 'lane')} of {text}" for text, count in said.items()]
-    striped = [f"part {part} of {count}" for part, count in sorted(parts) if count > 1]
+    striped = [f"part {part + 1} of {count}" for part, count in of.parts]
     return [*lines, *(f"  striped: {text} of each request's blocks, other src ranks send the rest" for text in striped)]
+
+
+def _pair_of_lane(program: Program) -> Int64:
+    first: Int64 = program.rows[program.lanes[:, item.LANE_START], item.CLASS]
+    pair: Int64 = program.classes[first, item.CLASS_PAIR]
+    return pair
 
 
 def _lane(rows: Int64, kind: int) -> str:
@@ -94,7 +123,8 @@ def _size(side: Side, group: int) -> str:
     return "blocks of state" if side.state[group] else f"blocks of {_many(side.block_size[group], 'token')}"
 
 
-def _number(value: Fraction) -> str:
+def amount(value: Fraction) -> str:
+    """Write a number of bytes or descriptors, as a fraction where it is none of whole ones."""
     return f"{value.numerator:,}" if value.denominator == 1 else f"{value.numerator:,}/{value.denominator:,}"
 
 

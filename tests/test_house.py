@@ -31,7 +31,7 @@ TIERS = (
     ("backend",),
     ("request", "program", "explain"),
     ("plan",),
-    ("proof", "engines"),
+    ("proof", "engines", "spec"),
     ("adapters",),
     ("cli",),
 )

@@ -1,12 +1,16 @@
 """The commands and their options. What they do is imported when they run."""
 
 import time
+from collections.abc import Callable
 from enum import Enum
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
+
+if TYPE_CHECKING:
+    from kvcompile.spec import Deployment
 
 __all__ = ["app"]
 
@@ -129,3 +133,38 @@ def families(
         Path(write).write_text(document(results, "make families" if lines else "kvcompile families"))
     console.print(f"{len(results)} models in {len(CELLS)} deployments each: {wrong} wrong")
     raise typer.Exit(int(wrong > 0))
+
+
+@app.command()
+def prove(spec: Annotated[str, typer.Argument(help="A deployment: a TOML file as in examples/.")]) -> None:
+    """Prove that every byte of every decode rank is written once, from its own place; exit code 1 where it is not."""
+    from kvcompile.cli.prove import run  # noqa: PLC0415
+
+    raise typer.Exit(_deployment("prove", spec, run))
+
+
+@app.command()
+def plan(
+    spec: Annotated[str, typer.Argument(help="A deployment: a TOML file as in examples/.")],
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Say of every plan what merges, and why the rest cannot.")
+    ] = False,
+) -> None:
+    """Show who sends what to whom, with bytes and descriptors a block."""
+    from kvcompile.cli.plan import run  # noqa: PLC0415
+
+    raise typer.Exit(_deployment("plan", spec, lambda *shown: run(*shown, explain)))
+
+
+def _deployment(command: str, spec: str, run: "Callable[[Deployment, Console], int]") -> int:
+    """Run a command on a file; say what is wrong with it and return 2 where it is no deployment."""
+    from kvcompile import KVCompileError  # noqa: PLC0415
+    from kvcompile.spec import read  # noqa: PLC0415
+
+    console = Console()
+    try:
+        return run(read(spec), console if console.is_terminal else Console(width=160))
+    except KVCompileError as error:
+        wrong = f"[bold red]{command}:[/bold red] {escape(str(error))}"
+        Console(stderr=True).print(wrong, highlight=False, soft_wrap=True)
+        return 2
