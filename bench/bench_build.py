@@ -1,106 +1,39 @@
-"""Time `plan.build` beside the two things it is bounded by, in one run: filling three arrays, and `bench.baseline`.
+"""Block ids to descriptors: beside filling three arrays, beside the way connectors do it, and with ``sort=True``."""
 
-    python -m bench.bench_build [--seconds S] [--json FILE]
-
-Prints a table of medians and writes all of it as JSON.  Not a test: nothing is asserted about time, but the
-two builders must agree on every descriptor.
-"""
-
-import argparse
-import json
-import platform
+import random
 import statistics
-import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import NamedTuple
 
-import numba
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 import kvcompile
-from bench import baseline, shapes
+from bench import baseline, loads, shapes, vllm_builder
+from bench.figures import Figure
+from bench.timing import medians_ms, times
+from kvcompile import Request
 
-MANY = 100_000  # above so many descriptors the floor is writing them; below, not doing the work of (b)
-MOST_TIMES_FILL, LEAST_TIMES_BASELINE = 3.0, 100.0
+__all__ = ["small", "sorting", "throughput"]
 
-
-class Timing(NamedTuple):
-    """Medians of one case, in milliseconds."""
-
-    name: str
-    descriptors: int
-    compile_ms: float
-    fill_ms: float
-    baseline_ms: float
-    vllm_ms: float
-    fresh_ms: float
-    build_ms: float
-
-    @property
-    def times_fill(self) -> float:
-        return self.build_ms / self.fill_ms
-
-    @property
-    def times_faster(self) -> float:
-        return self.baseline_ms / self.build_ms
-
-    @property
-    def target(self) -> str:
-        """Say what this case has to reach, and whether it did."""
-        if self.descriptors > MANY:
-            return f"<= {MOST_TIMES_FILL:g} x (a): {'met' if self.times_fill <= MOST_TIMES_FILL else 'MISSED'}"
-        return f">= {LEAST_TIMES_BASELINE:g} x (b): {'met' if self.times_faster >= LEAST_TIMES_BASELINE else 'MISSED'}"
+MANY = 100_000  # above so many descriptors the floor is writing them; below, not doing the work of the baseline
+SMALL_CALLS = 2000
 
 
-def machine() -> str:
-    """Name the processor and the versions that decide the figures."""
-    model = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        lines = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if "model name" in line]
-        model = f"{len(lines)} x {lines[0]}" if lines else model
-    versions = f"Python {platform.python_version()}, numpy {np.__version__}, numba {numba.__version__}"
-    return f"{model}, {platform.system()}; {versions}"
+def throughput(seconds: float) -> list[Figure]:
+    """Every case and published load, from Python lists and from int64 arrays, into memory used again."""
+    named, published = shapes.cases(), loads.loads()
+    return [figure for case in [*named, *published] for figure in _one(case, case in named, seconds)]
 
 
-def medians_ms(functions: dict[str, tuple[Callable[[], object], int]], seconds: float) -> dict[str, float]:
-    """Return the median time of some functions in milliseconds.
-
-    In each round every function is called a number of times of its own, so that what else the machine does falls on
-    all of them alike; five rounds at least.
-    """
-    times: dict[str, list[float]] = {name: [] for name in functions}
-    until = time.perf_counter() + seconds
-    rounds = 0
-    while rounds < 5 or time.perf_counter() < until:
-        rounds += 1
-        for name, (function, calls) in functions.items():
-            for _ in range(calls):
-                start = time.perf_counter()
-                function()
-                times[name].append(time.perf_counter() - start)
-    return {name: statistics.median(found) * 1e3 for name, found in times.items()}
-
-
-def same(descriptors: kvcompile.Descriptors, lists: tuple[list[int], list[int], list[int]]) -> bool:
-    """Tell whether both builders made the same copies, in whatever order."""
-    columns = (descriptors.src, descriptors.dst, descriptors.length)
-    ours = np.stack(columns)[:, np.argsort(descriptors.src)]
-    theirs = np.array(lists, dtype=np.uint64)
-    return np.array_equal(ours, theirs[:, np.argsort(theirs[0])])
-
-
-def measure(case: shapes.Case, seconds: float) -> Timing:
-    """Time one case, after one call of each that warms it up and is compared."""
-    plan = kvcompile.compile(case.src, case.dst)
-    spans = baseline.spans(case.src, case.dst)
-    requests, src_ids, dst_ids = [case.request], case.request.src_blocks[0], case.request.dst_blocks[0]
-    out = plan.build(requests)
-    if out.failed or len(out) != case.descriptors or not same(out, baseline.build(spans, src_ids, dst_ids)):
-        raise SystemExit(f"{case.name}: the two builders disagree ({len(out)} descriptors, failed: {out.failed})")
+def _one(case: shapes.Case, named: bool, seconds: float) -> list[Figure]:
+    """Time one case, after one call of each builder whose results are compared; ``named``: it is the facts page's."""
+    plan, spans, request = kvcompile.compile(case.src, case.dst), baseline.spans(case.src, case.dst), case.request
+    lists = [request]
+    arrays = [Request("request", *([np.array(ids) for ids in side] for side in (request.src_blocks, request.dst_blocks)))]
+    out, theirs = plan.build(lists), baseline.build(spans, request.src_blocks, request.dst_blocks)
+    vllm = vllm_builder.builder(case)
+    if out.failed or len(theirs[0]) != case.descriptors or not _same(out, theirs):
+        raise SystemExit(f"{case.name}: the builders disagree: {len(out)} and {len(theirs[0])}, failed: {out.failed}")
+    if vllm is not None and sorted(zip(*vllm(), strict=True)) != sorted(zip(*theirs, strict=True)):
+        raise SystemExit(f"{case.name}: the baseline is not what vLLM does")
     columns = [np.empty(len(out), np.uint64) for _ in range(3)]
 
     def fill() -> None:
@@ -109,47 +42,102 @@ def measure(case: shapes.Case, seconds: float) -> Timing:
 
     medians = medians_ms(
         {
-            "compile_ms": (lambda: kvcompile.compile(case.src, case.dst), 1),
-            "baseline_ms": (lambda: baseline.build(spans, src_ids, dst_ids), 1),
-            "fresh_ms": (lambda: plan.build(requests), 10),
-            "fill_ms": (fill, 40),
-            "build_ms": (lambda: plan.build(requests, out=out), 40),
+            "baseline": (lambda: baseline.build(spans, request.src_blocks, request.dst_blocks), 1),
+            **({} if vllm is None else {"vLLM": (vllm, 1)}),
+            "arena": (lambda: plan.build(lists), 10),
+            "fill": (fill, 40),
+            "arrays": (lambda: plan.build(arrays, out=out), 40),
+            "lists": (lambda: plan.build(lists, out=out), 40),
         },
         seconds,
     )
-    return Timing(case.name, len(out), vllm_ms=case.vllm_ms, **medians)
+    many, section = len(out) >= MANY, "Descriptor build: medians"
+
+    def figure(metric: str, value: float, unit: str = "ms", **target: float) -> Figure:
+        return Figure(section, case.name, metric, value, unit, **target)
+
+    found = [figure("descriptors", len(out), ""), *(figure(name, value) for name, value in medians.items())]
+    found.append(figure("arrays / fill", medians["arrays"] / medians["fill"], "", **({"most": 1.3} if many else {})))
+    found.append(figure("lists / fill", medians["lists"] / medians["fill"], "", **({"most": 2.5} if many else {})))
+    least = {"least": 100.0} if named and not many else {}
+    found.append(figure("baseline / lists", medians["baseline"] / medians["lists"], "", more_is_better=True, **least))
+    if vllm is not None:
+        found.append(figure("baseline / vLLM", medians["baseline"] / medians["vLLM"], "", least=0.7, most=1.5))
+    elif case.vllm_ms is not None:
+        found.append(figure("vLLM earlier", case.vllm_ms))
+    return found
 
 
-def show(timings: list[Timing]) -> None:
-    """Print the table."""
-    table = Table(title="block ids (Python lists) to descriptors, medians in ms", caption=machine())
-    table.add_column("case")
-    headings = ("descriptors", "compile once", "(a) fill", "(b) baseline", "vLLM*", "build, fresh", "build, out=")
-    for heading in (*headings, "x (a)", "(b) / build", "target"):
-        table.add_column(heading, justify="right")
-    for t in timings:
-        numbers = (t.compile_ms, t.fill_ms, t.baseline_ms, t.vllm_ms, t.fresh_ms, t.build_ms)
-        cells = [f"{number:.4f}" if number < 0.01 else f"{number:.3g}" for number in numbers]
-        table.add_row(t.name, f"{t.descriptors:,}", *cells, f"{t.times_fill:.2f}", f"{t.times_faster:,.0f}", t.target)
-    # Wide enough for the whole table, also when piped into a file.
-    console = Console(width=180)
-    console.print(table)
-    console.print("* vLLM 0.33.0's own builder, measured earlier on a machine of this kind; not part of this run")
+def _same(descriptors: kvcompile.Descriptors, lists: tuple[list[int], list[int], list[int]]) -> bool:
+    """Tell whether both builders copy the same bytes: ours may have merged what theirs did not."""
+    columns = (descriptors.src, descriptors.dst, descriptors.length)
+    return _pieces(np.stack(columns).T) == _pieces(np.array(lists, np.uint64).T)
 
 
-def main() -> None:
-    """Measure all cases, print and write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=3.0, help="time spent on each case (default 3)")
-    parser.add_argument("--json", type=Path, default=Path(__file__).parent / "results.json", help="where to write")
-    options = parser.parse_args()
-    kvcompile.warmup()
-    timings = [measure(case, options.seconds) for case in shapes.cases()]
-    show(timings)
-    rows = [{**t._asdict(), "times_fill": t.times_fill, "times_faster": t.times_faster} for t in timings]
-    options.json.write_text(json.dumps({"machine": machine(), "cases": rows}, indent=1) + "\n")
-    print("written to", options.json.name)
+def _pieces(rows: np.ndarray) -> list[list[int]]:
+    """Merge what touches on both sides, sorted: equal for two lists that copy the same bytes to the same places."""
+    rows = rows[np.lexsort([rows[:, 0], rows[:, 0] - rows[:, 1]])]
+    ends = rows[:-1, :2] + rows[:-1, 2:]
+    opens = np.concatenate([[True], (ends != rows[1:, :2]).any(axis=1)])
+    starts = np.flatnonzero(opens)
+    return np.column_stack([rows[starts, :2], np.add.reduceat(rows[:, 2], starts)]).tolist()  # type: ignore[no-any-return]
 
 
-if __name__ == "__main__":
-    main()
+def small(seconds: float) -> list[Figure]:
+    """One request of 16 blocks over 94 layers, where the published median of 128 descriptors lives."""
+    src, dst = (shapes.gqa(94, 4, 4096, base, 1, 4) for base in (shapes.SRC_BASE, shapes.DST_BASE))
+    plan, found = kvcompile.compile(src, dst), []
+    for name, run in (("contiguous", 16), ("runs of 4", 4), ("scattered", 1)):
+        requests = [Request("request", [shapes.ids(16, run, 1)], [shapes.ids(16, run, 2)])]
+        spans, one = baseline.spans(src, dst), requests[0]
+        taken = times(
+            {
+                "ours": (lambda requests=requests: plan.build(requests), SMALL_CALLS),
+                "baseline": (lambda: baseline.build(spans, one.src_blocks, one.dst_blocks), 3),  # noqa: B023
+            },
+            seconds,
+        )
+        ours = np.array(taken["ours"]) * 1e6
+
+        def figure(metric: str, value: float, unit: str = "us", **target: float) -> Figure:
+            return Figure("Small request: 16 blocks, 94 layers, lists to Descriptors", name, metric, value, unit, **target)  # noqa: B023
+
+        found.append(figure("descriptors", len(plan.build(requests)), ""))
+        found.append(figure("median", float(np.median(ours)), most=30.0))
+        found.append(figure("p99", float(np.quantile(ours, 0.99))))
+        found.append(figure("baseline", statistics.median(taken["baseline"]) * 1e6))
+    return found
+
+
+def sorting(seconds: float) -> list[Figure]:
+    """``sort=True`` beside the unsorted build, on ids in order, in runs out of order, and in no order."""
+    found = []
+    qwen = [shapes.gqa(94, 4, 8192, base, 1, 4) for base in (shapes.SRC_BASE, shapes.DST_BASE)]
+    cut = [shapes.gqa(94, 4, 8192, shapes.SRC_BASE, 1, 4), shapes.gqa(94, 4, 8192, shapes.DST_BASE, 0, 1)]
+    order = random.Random(0).sample(range(2048), 2048)
+    patterns = {
+        "in order": ([*range(2048)], [*range(5, 2053)]),
+        "scattered alike": (order, [block + 5 for block in order]),
+        "scattered apart": (shapes.ids(2048, 1, 1), shapes.ids(2048, 1, 2)),
+    }
+    for shape, (src, dst) in {"equal TP": qwen, "TP4 to TP1": cut}.items():
+        plan = kvcompile.compile(src, dst)
+        for name, (left, right) in patterns.items():
+            requests = [Request("request", [left], [right])]
+            out, sorted_out = plan.build(requests), plan.build(requests, sort=True)
+            medians = medians_ms(
+                {
+                    "unsorted": (lambda plan=plan, requests=requests, out=out: plan.build(requests, out=out), 20),
+                    "sorted": (
+                        lambda plan=plan, requests=requests, out=sorted_out: plan.build(requests, sort=True, out=out),
+                        20,
+                    ),
+                },
+                seconds / 2,
+            )
+            case, section = f"{shape}, {name}", "sort=True: 94 layers, 2,048 blocks"
+            found.append(Figure(section, case, "descriptors", len(out)))
+            found.append(Figure(section, case, "sorted descriptors", len(sorted_out)))
+            found += [Figure(section, case, metric, value, "ms") for metric, value in medians.items()]
+            found.append(Figure(section, case, "sorted / unsorted", medians["sorted"] / medians["unsorted"], most=1.5))
+    return found

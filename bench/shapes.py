@@ -1,4 +1,4 @@
-"""The seven cases that are measured: caches, one request each, and what the facts page printed for vLLM.
+"""The seven cases of the facts page: caches, one request each, and what was printed there for vLLM.
 
 Addresses are made up: nothing here owns memory, a build only computes with it.
 """
@@ -14,14 +14,14 @@ SRC_BASE, DST_BASE = 1 << 44, 1 << 45
 
 
 class Case(NamedTuple):
-    """One measured case; `vllm_ms` is vLLM 0.33.0's own builder on the machine of the facts page."""
+    """One measured case; `vllm_ms`: what vLLM 0.33.0's own builder took on the machine of the facts page."""
 
     name: str
     src: Cache
     dst: Cache
     request: Request
     descriptors: int
-    vllm_ms: float
+    vllm_ms: float | None
 
 
 def gqa(layers: int, heads: int, num_blocks: int, base: int, tp_rank: int, tp_size: int) -> Cache:
@@ -44,7 +44,7 @@ def cache(
     bases = [base + layer * LAYER_SPAN for layer in range(layers)]
     return Cache(
         regions=[Region(f"layers.{i}", 0, at, block_nbytes, num_blocks, [field]) for i, at in enumerate(bases)],
-        groups=[Group(BLOCK_TOKENS)],
+        groups=[Group(field.tokens)],
         buffers=[Buffer(at, num_blocks * block_nbytes) for at in bases],
         tp_rank=tp_rank,
         tp_size=tp_size,
@@ -58,7 +58,7 @@ def ids(blocks: int, run: int, seed: int) -> list[int]:
     return [start + i for start in starts for i in range(run)]
 
 
-def case(name: str, src: Cache, dst: Cache, blocks: int, run: int, descriptors: int, vllm_ms: float) -> Case:
+def case(name: str, src: Cache, dst: Cache, blocks: int, run: int, descriptors: int, vllm_ms: float | None) -> Case:
     """Make a case of one request of `blocks` blocks in runs of `run`."""
     request = Request("request", [ids(blocks, run, 1)], [ids(blocks, run, 2)])
     return Case(name, src, dst, request, descriptors, vllm_ms)
