@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcompile import arena
+from kvcompile.cache import Cache
 from kvcompile.errors import RequestError
 
 __all__ = ["Descriptors"]
@@ -32,7 +33,7 @@ class Descriptors:
         Positions are absolute where the request gave positions, else indices in its ``dst_blocks``.
     """
 
-    __slots__ = ("_memory", "dst", "failed", "length", "requests", "spans", "src", "uncovered")
+    __slots__ = ("_caches", "_memory", "dst", "failed", "length", "requests", "spans", "src", "uncovered")
 
     def __init__(
         self,
@@ -52,6 +53,7 @@ class Descriptors:
         self.failed = {} if failed is None else failed
         self.uncovered = {} if uncovered is None else uncovered
         self._memory: tuple[UInt64, UInt64, UInt64] | None = None
+        self._caches: tuple[Cache, Cache] | None = None
 
     def __len__(self) -> int:
         return len(self.length)
@@ -61,6 +63,11 @@ class Descriptors:
             f"Descriptors({len(self)} descriptors, {self.nbytes} bytes, {len(self.requests)} requests, "
             f"{len(self.failed)} failed)"
         )
+
+    @property
+    def digests(self) -> tuple[str, str] | None:
+        """Digests of the src and dst caches that these were compiled for, None if made by hand."""
+        return None if self._caches is None else (self._caches[0].digest, self._caches[1].digest)
 
     @property
     def nbytes(self) -> int:
@@ -99,7 +106,10 @@ class Descriptors:
                 most = min(before + max_nbytes, 2**64 - 1)
                 stop = min(stop, max(start + 1, int(np.searchsorted(ends, np.uint64(most), side="right"))))
             spans = np.clip(self.spans, start, stop) - start
-            yield Descriptors(self.src[start:stop], self.dst[start:stop], self.length[start:stop], spans, self.requests)
+            columns = self.src[start:stop], self.dst[start:stop], self.length[start:stop]
+            batch = Descriptors(*columns, spans, self.requests)
+            batch._caches = self._caches
+            yield batch
             start = stop
 
     def _room(self, size: int) -> tuple[UInt64, UInt64, UInt64]:

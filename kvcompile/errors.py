@@ -52,7 +52,18 @@ class RequestError(KVCompileError):
 
 
 class HandshakeError(KVCompileError):
-    """Bytes of a peer that are not a valid cache of this version."""
+    """Bytes of a peer that are no valid cache of this version, or a peer that is not the one a plan was compiled for.
+
+    Attributes
+    ----------
+    requests, complete : tuple
+        Where a transfer was refused, as for `TransferError`: ids that may be incomplete, and those that are not.
+    """
+
+    def __init__(self, message: str, requests: Iterable[Hashable] = (), complete: Iterable[Hashable] = ()) -> None:
+        super().__init__(message)
+        self.requests = tuple(requests)
+        self.complete = tuple(complete)
 
 
 class TransferError(KVCompileError):
@@ -64,9 +75,19 @@ class TransferError(KVCompileError):
         Ids of the requests whose bytes may be incomplete.
     complete : tuple
         Ids of the requests that are certainly complete.
+    barred : tuple of (int, int)
+        Where nothing was sent because of it: half-open ranges of dst addresses at which bytes of an earlier attempt may
+        still land.
     """
 
-    def __init__(self, message: str, requests: Iterable[Hashable] = (), complete: Iterable[Hashable] = ()) -> None:
+    def __init__(
+        self,
+        message: str,
+        requests: Iterable[Hashable] = (),
+        complete: Iterable[Hashable] = (),
+        barred: Iterable[tuple[int, int]] = (),
+    ) -> None:
         super().__init__(message)
         self.requests = tuple(requests)
         self.complete = tuple(complete)
+        self.barred = tuple(barred)

@@ -73,7 +73,9 @@ def compile(  # noqa: A001 (the field's word)
         if unknown:
             raise ValueError(f"layers: neither side holds {sorted(map(repr, unknown))[:5]}")
     table, pairs = shapes.lowered(src, dst, election, chosen, bridge_padding)
-    return Plan(table, pairs, Side.of(src), Side.of(dst))
+    plan = Plan(table, pairs, Side.of(src), Side.of(dst))
+    plan._caches = (src, dst)
+    return plan
 
 
 class Plan:
@@ -96,6 +98,7 @@ class Plan:
         self.src = src
         self.dst = dst
         self._fault: str | None = None
+        self._caches: tuple[Cache, Cache] | None = None  # whose digests an engine asks for
         self._program = assemble(table, pairs, src, dst)
         self._src_edges, self._dst_edges = src.edges, dst.edges
 
@@ -119,6 +122,7 @@ class Plan:
         if not isinstance(table, np.ndarray) or table.dtype != TABLE or table.ndim != 1:
             raise ValueError(f"table is {getattr(table, 'dtype', type(table))}, expected a 1-D array of {TABLE}")
         plan = Plan(np.empty(0, TABLE), self.pairs, self.src, self.dst)
+        plan._caches = self._caches
         plan.table = table.copy()
         plan.table.flags.writeable = False
         plan._fault = fault(plan.table, self.pairs, self.src, self.dst)
@@ -177,7 +181,9 @@ class Plan:
         if device is not None:
             from kvcompile import device as on_device  # noqa: PLC0415 (the CPU's path needs none of it)
 
-            return on_device.build_on(self, list(requests), device, stream, sort, max_length, pinned, out)
+            built = on_device.build_on(self, list(requests), device, stream, sort, max_length, pinned, out)
+            built._caches = self._caches
+            return built
         if stream is not None or pinned:
             raise ValueError("stream and pinned go with device='cuda', which is not given")
         if out is not None and (not isinstance(out, Descriptors) or out._memory is None):
@@ -197,6 +203,7 @@ class Plan:
                 result._memory = columns
         result.src, result.dst, result.length = columns
         result.spans, result.requests = spans, tuple(r.id for r in batch_of)
+        result._caches = self._caches
         result.failed = self._failed(batch_of, status, errors) if failed else {}
         result.uncovered = self._uncovered(batch_of, batch, status, work.uncovered) if uncovered else {}
         return result

@@ -115,7 +115,8 @@ def test_timeout_leaves_the_rest_unsent() -> None:
     assert time.monotonic() - started < 2
     assert (caught.value.requests, caught.value.complete) == (("b", "d", "e"), ("a", "c"))
     with pytest.raises(TransferError, match="not over"):
-        engine.write("peer", five_requests(), timeout=0.1)  # the peer's turn is still taken: nothing of this one starts
+        # The peer's turn is still taken: nothing of this one starts.
+        engine.write("peer", copies(np.arange(10), np.arange(20, 30), 1), timeout=0.1)
     engine.go.release(9)
     engine.unregister()  # returns once what is under way is over
     deadline = time.monotonic() + 5

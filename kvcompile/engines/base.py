@@ -1,16 +1,16 @@
-"""What every engine does alike: registration, batches, deadlines, and saying which requests a failure touches.
+"""What every engine does alike: registration, batches, deadlines, retries, and saying which requests a failure touches.
 
 It moves nothing itself: an engine below it moves one batch.
 """
 
 import contextlib
-import math
 import secrets
 import threading
-from abc import ABC, abstractmethod
+import time
+from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Iterator
-from itertools import pairwise
+from typing import ClassVar
 
 import msgspec
 import numpy as np
@@ -18,15 +18,25 @@ import numpy.typing as npt
 
 from kvcompile.cache import Cache
 from kvcompile.descriptors import Descriptors
-from kvcompile.errors import TransferError
+from kvcompile.engines import digests
+from kvcompile.engines.attempts import Transfer, rest
+from kvcompile.engines.transfers import Ask, Transfers
+from kvcompile.errors import HandshakeError, TransferError
 from kvcompile.layout import Buffer
 
 __all__ = ["Engine", "outside"]
 
 Addresses = npt.NDArray[np.uint64]
 
+SLOW_S = 3.0
+"""A batch that fails later than this has run into the transport's own timeout (Mooncake's are 5 s and more): its bytes
+may still land. Earlier failures are refusals of a peer that is alive, or reports that it is dead."""
 
-class Engine(ABC):
+PAUSE_S = 0.1
+"""Seconds before a retry."""
+
+
+class Engine(Transfers):
     """Registered memory of one process, and the transfers between it and its peers.
 
     Safe to use from many threads. Calls to one peer take turns: a transport has one queue for each peer, and two
@@ -40,14 +50,19 @@ class Engine(ABC):
 
     session: str
 
+    lingers: ClassVar[bool] = True
+    """Whether bytes of a batch that failed may still land: no call of an engine can take them back."""
+
     def __init__(self, max_descriptors: int | None, max_nbytes: int | None) -> None:
         for name, limit in (("max_descriptors", max_descriptors), ("max_nbytes", max_nbytes)):
             if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
                 raise ValueError(f"{name} is {limit!r}, expected a positive integer or None")
+        super().__init__()
         self._limits = {"max_descriptors": max_descriptors, "max_nbytes": max_nbytes}
         self._idle = threading.Condition()
         self._flights = 0
         self._buffers: tuple[Buffer, ...] = ()
+        self._digests: list[str] = []
         self._turns: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
 
     def register(self, cache: Cache) -> Cache:
@@ -77,7 +92,9 @@ class Engine(ABC):
                     self._unregister(buffer)
                 self._buffers = known
                 raise
-        return msgspec.structs.replace(cache, instance=secrets.token_hex(16))
+        mine = msgspec.structs.replace(cache, instance=secrets.token_hex(16))
+        self._digests = [*self._digests, mine.digest]
+        return mine
 
     def unregister(self) -> None:
         """Unregister all that `register` registered, after the transfers under way have ended.
@@ -89,6 +106,7 @@ class Engine(ABC):
         """
         with self._idle:
             buffers, self._buffers = self._buffers, ()
+            self._digests = []
             self._idle.wait_for(lambda: not self._flights)
             faults = []
             for buffer in buffers:
@@ -99,32 +117,8 @@ class Engine(ABC):
         if faults:
             raise TransferError("; ".join(faults))
 
-    def write(self, session: str, descriptors: Descriptors, timeout: float | None = None) -> None:
-        """Copy from this engine's memory (src) into a peer's (dst), and return when all bytes are there.
-
-        Parameters
-        ----------
-        session : str
-            The peer's `session`.
-        descriptors : Descriptors
-        timeout : float, optional
-            Seconds the caller is willing to wait. Bytes may still land after it.
-
-        Raises
-        ------
-        TransferError
-            ``.requests``: the ids with descriptors in a batch that failed or was not sent. A failed batch is partly
-            applied and its rest may land later, so their dst blocks are not to be reused before the attempt is known
-            to be over. ``.complete``: the ids whose bytes have certainly arrived.
-        """
-        self._transfer("write", session, descriptors, timeout)
-
-    def read(self, session: str, descriptors: Descriptors, timeout: float | None = None) -> None:
-        """Copy from a peer's memory (src) into this engine's (dst), and return when all bytes are there.
-
-        Parameters and errors as for `write`; a timeout leaves this side's dst blocks unsafe.
-        """
-        self._transfer("read", session, descriptors, timeout)
+    def serve_digests(self) -> None:
+        """Let peers that retry ask which caches are registered here."""
 
     @abstractmethod
     def _register(self, buffer: Buffer) -> None:
@@ -154,70 +148,76 @@ class Engine(ABC):
                 self._flights -= 1
                 self._idle.notify_all()
 
-    def _transfer(self, kind: str, session: str, descriptors: Descriptors, timeout: float | None) -> None:
-        if timeout is not None and not 0 <= timeout < math.inf:
-            raise ValueError(f"timeout is {timeout!r}, expected seconds from 0 on, or None")
-        if not len(descriptors):
-            return
-        attempt = _Attempt(descriptors)
-        if timeout is None:
-            self._carry(kind, session, attempt)
-        else:
-            # The engines' calls cannot be interrupted, so it is the caller who leaves. A daemon, for a frozen peer
-            # must not keep the process from ending.
-            args = (kind, session, attempt)
-            threading.Thread(target=self._carry, args=args, name=f"kvcompile-{kind}", daemon=True).start()
-            if not attempt.over.wait(timeout):
-                attempt.left = True
-                raise attempt.error(
-                    f"{kind} with {session}: not over after {timeout} s; what is under way may still land"
-                )
-        if isinstance(attempt.fault, TransferError):
-            raise attempt.error(f"{kind} with {session}: {attempt.fault}") from attempt.fault
-        if attempt.fault is not None:
-            raise attempt.fault
-
-    def _carry(self, kind: str, session: str, attempt: "_Attempt") -> None:
-        """Move batch after batch until all is there, one fails, or the caller has left."""
+    def _carry(self, transfer: Transfer, retries: int, ask: Ask | None) -> None:
+        """Move batch after batch, and again what a failure left, until all is there or the caller has left."""
         try:
-            with self._turn(session), self._flight(session):
-                self._check(kind, session, attempt.descriptors)
-                for batch in attempt.descriptors.batches(**self._limits):
-                    if attempt.left:
+            with self._turn(transfer.session), self._flight(transfer.session):
+                self._check(transfer.kind, transfer.session, transfer.descriptors)
+                for attempt in range(retries + 1):
+                    if attempt:
+                        time.sleep(PAUSE_S)
+                    if ask is not None:
+                        self._verify(transfer, ask)
+                    self._bars.refuse(transfer)  # again: another may have timed out while this one waited for its turn
+                    try:
+                        transfer.fault = None
+                        self._send(transfer)
                         break
-                    self._move(kind, session, batch)
-                    attempt.moved += len(batch)
+                    except TransferError as error:
+                        transfer.fault = error
+                        self._failed(transfer)
+                        if transfer.left:
+                            break
         except Exception as fault:  # raised again where the caller is
-            attempt.fault = fault
+            transfer.fault = fault
         finally:
-            attempt.over.set()
+            with transfer.lock:
+                transfer.over.set()
+                if transfer.bar is not None and transfer.moved >= transfer.sent:
+                    self._bars.lift(transfer.bar)
+
+    def _send(self, transfer: Transfer) -> None:
+        """Move what has not certainly arrived, until the caller has left."""
+        for batch in rest(transfer.descriptors, transfer.moved).batches(**self._limits):
+            if not transfer.start(len(batch)):
+                return
+            self._move(transfer.kind, transfer.session, batch)
+            transfer.moved += len(batch)
+
+    def _failed(self, transfer: Transfer) -> None:
+        """Note that a batch failed: after a timeout, the caller's or the transport's, its bytes may still land."""
+        with transfer.lock:
+            slow = time.monotonic() - transfer.started >= SLOW_S
+            if self.lingers and slow and not transfer.left:
+                self._bars.add(transfer, "an attempt that ran into the transport's timeout")
+            if not (self.lingers and transfer.left):
+                transfer.sent = transfer.moved
+
+    def _verify(self, transfer: Transfer, ask: Ask) -> None:
+        """Ask the peer for its digests; HandshakeError unless the one that this transfer needs is among them."""
+        transfer.asking = True
+        try:
+            current = digests.normal(ask(transfer.session))
+        except HandshakeError:
+            raise
+        except Exception as error:
+            raise HandshakeError(f"no answer: ask failed with {error!r}") from error
+        finally:
+            transfer.asking = False
+        self._bars.renewed(transfer.session, current)
+        if transfer.digest not in current:
+            raise HandshakeError(
+                f"the peer's memory has digest {', '.join(current) or 'none'}, expected {transfer.digest}: it is not "
+                "what the descriptors were compiled for, nothing is sent"
+            ) from transfer.fault
+
+    def _ask(self, session: str) -> tuple[str, ...]:
+        """Ask a peer for its digests, unless the caller brings a way of their own."""
+        return digests.ask(session)
 
     def _turn(self, session: str) -> threading.Lock:
         with self._idle:
             return self._turns[session]
-
-
-class _Attempt:
-    """One transfer under way: how many descriptors have certainly arrived, and what went wrong."""
-
-    def __init__(self, descriptors: Descriptors) -> None:
-        self.descriptors = descriptors
-        self.moved = 0
-        self.left = False
-        self.fault: Exception | None = None
-        self.over = threading.Event()
-
-    def error(self, what: str) -> TransferError:
-        """Make the error that names the incomplete requests: those with a descriptor past the last that arrived."""
-        moved, total = self.moved, len(self.descriptors)
-        requests, complete = [], []
-        for request, (first, last) in zip(self.descriptors.requests, pairwise(self.descriptors.spans), strict=True):
-            if last > max(first, moved):
-                requests.append(request)
-            elif request not in self.descriptors.failed:
-                complete.append(request)
-        counts = f"{moved} of {total} descriptors arrived, {len(requests)} request(s) may be incomplete"
-        return TransferError(f"{what} ({counts})", requests, complete)
 
 
 def outside(buffers: tuple[Buffer, ...], address: Addresses, length: Addresses) -> int:

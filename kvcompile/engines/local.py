@@ -28,6 +28,7 @@ class LocalEngine(Engine):
         Bytes of one batch; a timeout is noticed between batches.
     """
 
+    lingers: ClassVar[bool] = False
     _engines: ClassVar[weakref.WeakValueDictionary[str, "LocalEngine"]] = weakref.WeakValueDictionary()
 
     def __init__(self, max_nbytes: int = BATCH_NBYTES) -> None:
@@ -47,6 +48,9 @@ class LocalEngine(Engine):
         if peer is None:
             raise TransferError("no LocalEngine of this process has that session")
         return peer
+
+    def _ask(self, session: str) -> tuple[str, ...]:
+        return tuple(self._peer(session)._digests)
 
     @contextlib.contextmanager
     def _flight(self, session: str) -> Iterator[None]:

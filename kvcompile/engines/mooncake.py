@@ -8,6 +8,7 @@ from typing import Any
 
 from kvcompile.descriptors import Descriptors
 from kvcompile.engines.base import Engine, outside
+from kvcompile.engines.digests import Responder
 from kvcompile.errors import KVCompileError, TransferError
 from kvcompile.layout import Buffer
 
@@ -75,6 +76,7 @@ class MooncakeEngine(Engine):
         self.session = f"{host}:{self._engine.get_rpc_port()}"
         self._owned = True
         self._theirs: set[Buffer] = set()
+        self._responder: Responder | None = None
 
     @classmethod
     def wrap(
@@ -108,7 +110,20 @@ class MooncakeEngine(Engine):
         engine.session = session
         engine._owned = False
         engine._theirs = set()
+        engine._responder = None
         return engine
+
+    def serve_digests(self) -> None:
+        """Tell peers that retry which caches are registered here now: at the session's port, for UDP, until the end.
+
+        Raises
+        ------
+        KVCompileError
+            The port is taken: peers need an ``ask`` of their own then.
+        """
+        with self._idle:
+            if self._responder is None:
+                self._responder = Responder(self.session, lambda: self._digests)
 
     def _register(self, buffer: Buffer) -> None:
         code = self._engine.register_memory(buffer.base, buffer.nbytes)

@@ -1,0 +1,239 @@
+"""Transfers under way and what is left of those that timed out: the dst bytes on which late bytes may still land.
+
+It moves nothing; an engine tells it what was handed over and what has arrived.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Hashable, Iterable
+from itertools import pairwise
+from typing import Literal, NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcompile import arena
+from kvcompile.descriptors import Descriptors
+from kvcompile.errors import HandshakeError, TransferError
+
+__all__ = ["Bars", "Ticket", "Transfer", "rest", "snapshot"]
+
+UInt64 = npt.NDArray[np.uint64]
+Kind = Literal["write", "read"]
+_Error = TypeVar("_Error", TransferError, HandshakeError)
+
+SHOWN = 3
+"""Ranges that a message lists; the error holds all."""
+
+
+class Transfer:
+    """One call of write or read, its retries included.
+
+    Rows ``[0, moved)`` have certainly arrived, ``[moved, sent)`` are with the transport, the others were never sent.
+
+    Attributes
+    ----------
+    digest : str or None
+        Of the cache that the peer's memory has to be; None where nobody asks.
+    left : bool
+        The caller has given up: nothing more may be sent.
+    over : threading.Event
+        Nothing moves any more, as far as the transport has said.
+    """
+
+    def __init__(
+        self, kind: Kind, session: str, descriptors: Descriptors, timeout: float | None, digest: str | None
+    ) -> None:
+        self.kind: Kind = kind
+        self.session = session
+        self.descriptors = descriptors
+        self.timeout = timeout
+        self.deadline = None if timeout is None else time.monotonic() + timeout
+        self.digest = digest
+        self.moved = 0
+        self.sent = 0
+        self.started = 0.0
+        self.asking = False
+        self.bar: _Bar | None = None  # of what was under way when the caller left
+        self.left = False
+        self.fault: Exception | None = None
+        self.over = threading.Event()
+        self.lock = threading.Lock()
+
+    @property
+    def place(self) -> str:
+        """Whose memory dst is: the peer's session, "" for this process."""
+        return self.session if self.kind == "write" else ""
+
+    def start(self, rows: int) -> bool:
+        """Note that so many more rows go to the transport, unless the caller has left."""
+        with self.lock:
+            if not self.left:
+                self.sent = self.moved + rows
+                self.started = time.monotonic()
+            return not self.left
+
+    def error(self, kind: type[_Error], what: str, **more: tuple[tuple[int, int], ...]) -> _Error:
+        """Make the error that names the incomplete requests: those with a row past the last that arrived."""
+        moved, total = self.moved, len(self.descriptors)
+        requests, complete = [], []
+        for request, (first, last) in zip(self.descriptors.requests, pairwise(self.descriptors.spans), strict=True):
+            if last > max(first, moved):
+                requests.append(request)
+            elif request not in self.descriptors.failed:
+                complete.append(request)
+        counts = f"{moved} of {total} descriptors arrived, {len(requests)} request(s) may be incomplete"
+        return kind(f"{self.kind} with {self.session}: {what} ({counts})", requests, complete, **more)
+
+
+class Ticket:
+    """A transfer that goes on while its caller does something else. Made by `write_async` and `read_async`."""
+
+    def __init__(self, transfer: Transfer, conclude: Callable[[Transfer, float | None], None]) -> None:
+        self._transfer = transfer
+        self._conclude = conclude
+
+    def done(self) -> bool:
+        """Say whether `wait` would return, or raise, at once."""
+        return self._transfer.over.is_set() or self._transfer.left
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Return when all bytes are there.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Seconds to wait, from now. Who waits in vain gives the transfer up, as `write` does: nothing more of it is
+            sent, and a later `wait` tells how it ended. To look without giving up, use `done`.
+
+        Raises
+        ------
+        TransferError, HandshakeError
+            As `Engine.write`.
+        """
+        self._conclude(self._transfer, timeout)
+
+
+class _Bar(NamedTuple):
+    """Bytes of one attempt: disjoint ranges of dst addresses, ascending, as first and last byte."""
+
+    transfer: Transfer
+    place: str
+    digest: str | None  # what the memory was then
+    first: UInt64
+    last: UInt64
+    requests: tuple[Hashable, ...]
+    why: str
+
+
+class Bars:
+    """The dst bytes of attempts that timed out, until each is over or the peer's memory is registered anew."""
+
+    def __init__(self) -> None:
+        self._bars: list[_Bar] = []
+        self._lock = threading.Lock()
+
+    def add(self, transfer: Transfer, why: str) -> "_Bar | None":
+        """Bar the rows of a transfer that are with the transport, and return the bar; None if there are none."""
+        rows = slice(transfer.moved, transfer.sent)
+        whole = transfer.descriptors
+        spans = np.clip(whole.spans, rows.start, rows.stop)
+        requests = tuple(name for name, size in zip(whole.requests, np.diff(spans), strict=True) if size)
+        first, last = _joined(whole.dst[rows], whole.length[rows])
+        digest = transfer.digest
+        if digest is None and whole.digests is not None:
+            digest = whole.digests[transfer.kind == "write"]
+        if not len(first):
+            return None
+        bar = _Bar(transfer, transfer.place, digest, first, last, requests, why)
+        with self._lock:
+            self._bars.append(bar)
+        return bar
+
+    def lift(self, over: _Bar) -> None:
+        """Forget an attempt that is known to be over."""
+        with self._lock:
+            self._bars = [bar for bar in self._bars if bar is not over]
+
+    def renewed(self, place: str, digests: Iterable[str]) -> None:
+        """Forget what was barred in memory that a peer no longer has, given the digests that it has now."""
+        now = {None, *digests}
+        if len(now) == 1:
+            return  # nothing is registered: late bytes are refused, but only a new registration says so for good
+        with self._lock:
+            self._bars = [bar for bar in self._bars if bar.place != place or bar.digest in now]
+
+    def of(self, place: str) -> tuple[tuple[int, int], ...]:
+        """Return the barred ranges of one place, half-open, ascending for each attempt."""
+        with self._lock:
+            bars = [bar for bar in self._bars if bar.place == place]
+        return tuple(pair for bar in bars for pair in _pairs(bar, slice(None)))
+
+    def refuse(self, transfer: Transfer) -> None:
+        """Raise TransferError if what is left of a transfer touches bytes that *another* one may still write."""
+        with self._lock:
+            bars = [bar for bar in self._bars if bar.place == transfer.place and bar.transfer is not transfer]
+        if not bars:
+            return
+        tail = rest(transfer.descriptors, transfer.moved)
+        # A zero length touches nothing, and has no last byte.
+        some = tail.length > 0
+        first, length = tail.dst[some], tail.length[some]
+        last = first + (length - np.uint64(1))
+        for bar in bars:
+            low, high = np.searchsorted(bar.last, first), np.searchsorted(bar.first, last, side="right")
+            touched = np.flatnonzero(low < high)
+            if len(touched):
+                hit = np.zeros(len(bar.first) + 1, np.int64)
+                np.add.at(hit, low[touched], 1)
+                np.add.at(hit, high[touched], -1)
+                ranges = _pairs(bar, np.cumsum(hit[:-1]) > 0)
+                shown = ", ".join(f"[{start:#x}, {stop:#x})" for start, stop in ranges[:SHOWN])
+                more = f" and {len(ranges) - SHOWN} more" if len(ranges) > SHOWN else ""
+                raise transfer.error(
+                    TransferError,
+                    f"{len(touched)} descriptor(s) touch dst bytes {shown}{more}, barred: {bar.why}, for request(s) "
+                    f"{_names(bar.requests)}; its bytes may still land until it is known to be over or the peer's "
+                    "memory is registered anew",
+                    barred=ranges,
+                )
+
+
+def rest(descriptors: Descriptors, first: int) -> Descriptors:
+    """Return the rows from ``first`` on, without copying."""
+    if not first:
+        return descriptors
+    spans = np.maximum(descriptors.spans, first) - first
+    columns = descriptors.src[first:], descriptors.dst[first:], descriptors.length[first:]
+    return Descriptors(*columns, spans, descriptors.requests, descriptors.failed)
+
+
+def snapshot(descriptors: Descriptors) -> Descriptors:
+    """Return a copy that outlives what the caller does with the original, `Plan.build` into it included."""
+    size = len(descriptors)
+    src, dst, length = (column[:size] for column in arena.take(size))
+    src[:], dst[:], length[:] = descriptors.src, descriptors.dst, descriptors.length
+    spans, failed = descriptors.spans.copy(), dict(descriptors.failed)
+    copy = Descriptors(src, dst, length, spans, descriptors.requests, failed)
+    copy._caches = descriptors._caches
+    return copy
+
+
+def _joined(start: UInt64, length: UInt64) -> tuple[UInt64, UInt64]:
+    """Return the bytes of all rows as disjoint ranges, ascending: the first and the last byte of each."""
+    order = np.argsort(start[length > 0], kind="stable")
+    first, size = start[length > 0][order], length[length > 0][order]
+    last = np.maximum.accumulate(first + (size - np.uint64(1)))
+    opens = np.ones(len(first), bool)
+    # Ranges that touch are joined as well; a last byte of 2**64-1 has nothing behind it.
+    opens[1:] = (first[1:] > last[:-1]) & (first[1:] - last[:-1] > 1)
+    return first[opens], last[np.append(opens[1:], True)] if len(first) else last
+
+
+def _pairs(bar: _Bar, which: "slice | npt.NDArray[np.bool_]") -> tuple[tuple[int, int], ...]:
+    return tuple((a, b + 1) for a, b in zip(bar.first[which].tolist(), bar.last[which].tolist(), strict=True))
+
+
+def _names(requests: tuple[Hashable, ...]) -> str:
+    shown = ", ".join(f"{request!r:.60}" for request in requests[:SHOWN])
+    return shown + (f" and {len(requests) - SHOWN} more" if len(requests) > SHOWN else "")
