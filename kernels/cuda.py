@@ -20,19 +20,19 @@ candidate = cuda.jit(device=True)(item.candidate)
 last_start = cuda.jit(device=True)(item.last_start)
 
 
-def launch_build(stream, program, work, columns, ids, slots, requests, candidates, covered, gaps, merges):
+def launch_build(stream, program, work, columns, ids, requests, candidates, covered, gaps, merges):
     """Enqueue one build.
 
     Parameters
     ----------
     stream : stream of `numba.cuda`
     program, work, columns : int64 arrays on the device
-    ids, slots, requests : int
-        Sizes of these parts.
+    ids, requests : int
+        How many.
     candidates, covered, gaps, merges : int
         As `known.count_candidates` found.
     """
-    launch(check, max(ids, slots), stream, program, work)
+    launch(check, ids, stream, program, work)
     launch(conflict, ids, stream, program, work)
     launch(contest, ids, stream, program, work)
     launch(settle, requests, stream, program, work)

@@ -45,8 +45,8 @@ def check(program, work):
     """
     k = here()
     ids, slots, marks = part(work, known.IDS), part(work, known.SLOTS), part(work, known.MARKS)
-    if k < len(slots):
-        slots[k] = -1
+    for place in range(k, len(slots), np.int64(cuda.gridDim.x) * cuda.blockDim.x):
+        slots[place] = -1
     if k < len(marks):
         marks[k] = 0
     if k >= len(ids):
@@ -55,8 +55,8 @@ def check(program, work):
     number = last_start(at, 1, k)
     given = lists[number * known.LIST_COLUMNS : (number + 1) * known.LIST_COLUMNS]
     nbytes = given[known.LIST_NBYTES]
-    place = address(given[known.LIST_ADDRESS], k - at[number], given[known.LIST_STRIDE])
-    block = widen(load(place, abs(nbytes)), nbytes)
+    read_at = address(given[known.LIST_ADDRESS], k - at[number], given[known.LIST_STRIDE])
+    block = widen(load(read_at, abs(nbytes)), nbytes)
     ids[k] = block
     side, r, g = owner(program, work, number)
     group = group_of(program, side, g)

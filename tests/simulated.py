@@ -2,14 +2,17 @@
 
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
+
+from kvcompile import Buffer, Cache, Field, Group, Region, Request
 
 Int64 = npt.NDArray[np.int64]
 
 
 class SimulatedMemory:
-    """What `kvcompile.device_memory.Memory` does with CuPy, on arrays of numpy.
+    """What `kvcompile.device.memory.Memory` does with CuPy, on arrays of numpy.
 
     A wait counts: a build may not wait before its result is asked for.
     """
@@ -81,3 +84,36 @@ class OnDevice:
             "version": 3,
             "stream": None,
         }
+
+
+def cache(
+    base: int,
+    heads: int = 4,
+    tokens: int = 4,
+    cell: int = 8,
+    layers: int = 2,
+    blocks: int = 300,
+    padding: int = 0,
+    nhd: bool = False,
+    null: int | None = None,
+    chunk: int | None = None,
+    **place: int,
+) -> Cache:
+    """Make one rank: layers one after the other, blocks of one field each."""
+    make = Field.nhd if nhd else Field.hnd
+    local = max(heads // place.get("tp_size", 1), 1)
+    flags = {"local_heads": local} if nhd else {}
+    field = make("kv", heads=heads, tokens=tokens, cell_nbytes=cell, **flags)
+    payload = local * tokens * cell
+    stride = payload + padding
+    regions = [Region(layer, 0, base + layer * stride * blocks, stride, blocks, [field]) for layer in range(layers)]
+    buffers = [Buffer(base, layers * stride * blocks, chunk)] if chunk else None
+    return Cache(regions, [Group(tokens, null_block=null)], buffers, **place)
+
+
+def on_host(request: Request) -> Request:
+    lists = [
+        [ids.ids if isinstance(ids, OnDevice) else ids for ids in given]
+        for given in (request.src_blocks, request.dst_blocks)
+    ]
+    return msgspec.structs.replace(request, src_blocks=lists[0], dst_blocks=lists[1])

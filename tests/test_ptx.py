@@ -77,10 +77,7 @@ def test_kernel(name: str, tmp_path: Path, record_property: Callable[[str, objec
         report = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
         assert report.returncode == 0, report.stderr
         registers = int(re.search(r"Used (\d+) registers", report.stderr)[1])
-        stack, stores, loads = map(
-            int, re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", report.stderr).groups()
-        )
-        assert (stack, stores, loads) == (0, 0, 0), report.stderr
+        assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in report.stderr, report.stderr
         assert registers <= MOST_REGISTERS
         assert not re.search(r"\.(f32|f64)\b", ptx), "floating point: uint64 and int64 were mixed"
         shown.append(f"sm_{code} {registers}")

@@ -128,7 +128,7 @@ def _replace(ids: Any, key: tuple[int, int, int], arrays: dict[tuple[int, int, i
         return NoIds(found)
     if found.dtype.kind not in "iu" and found.size:
         return NoIds(f"a CUDA array of {found.dtype}")
-    if found.address % found.dtype.itemsize or found.stride % found.dtype.itemsize:
+    if found.size and (found.address % found.dtype.itemsize or found.stride % found.dtype.itemsize):
         return NoIds(f"a CUDA array of {found.dtype} that is not aligned")
     arrays[key] = found
     return np.broadcast_to(_ZERO, found.size)

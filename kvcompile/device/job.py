@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcompile.backend import Program
-from kvcompile.device_ids import Lists, stand_in
-from kvcompile.device_memory import Memory
+from kvcompile.device.ids import Lists, stand_in
+from kvcompile.device.memory import Memory
 from kvcompile.kernels import item, known
 from kvcompile.request import Request, gather
 
@@ -65,8 +65,8 @@ class Job:
         parts = _split(upload, sizes)
         found = known.count_candidates(
             *(tuple(program), tuple(self.batch), self.status),
-            parts[known.ALIGNED].reshape(count, -1, item.ALIGN_COLUMNS),
-            parts[known.WINDOWS].reshape(count, -1, known.WINDOW_COLUMNS),
+            parts[known.ALIGNED].reshape(count, len(program.pairs), item.ALIGN_COLUMNS),
+            parts[known.WINDOWS].reshape(count, len(program.classes), known.WINDOW_COLUMNS),
             *(parts[known.SEGMENTS].reshape(-1, known.SEGMENT_COLUMNS), parts[known.COVERS]),
             *(most, _least_chunk(plan.src.chunks), _least_chunk(plan.dst.chunks)),
         )
@@ -99,7 +99,7 @@ class Job:
         self.kept = (upload, self.work, self.program, self.columns, requests)
         cuda.launch_build(
             *(memory.launches_on, *map(memory.for_kernels, (self.program, self.work, self.columns))),
-            *(int(lists.at[-1]), slots, count, self.candidates, covered, gaps, merges),
+            *(int(lists.at[-1]), count, self.candidates, covered, gaps, merges),
         )
 
     def part(self, report: Int64, number: int) -> Int64:

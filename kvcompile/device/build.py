@@ -9,9 +9,9 @@ import numpy.typing as npt
 from msgspec.structs import replace
 
 from kvcompile.descriptors import Descriptors
-from kvcompile.device_ids import int64, span_of
-from kvcompile.device_job import Job
-from kvcompile.device_memory import Memory, open_device
+from kvcompile.device.ids import int64, span_of
+from kvcompile.device.job import Job
+from kvcompile.device.memory import Memory, open_device
 from kvcompile.errors import RequestError
 from kvcompile.kernels import item, known
 from kvcompile.request import Request
@@ -20,7 +20,7 @@ from kvcompile.staging import Packed, apart, too_small
 if TYPE_CHECKING:
     from kvcompile.plan import Plan
 
-__all__ = ["DeviceDescriptors", "Report", "build", "build_on", "pack", "pack_on", "warmup"]
+__all__ = ["DeviceDescriptors", "Report", "build", "build_on", "pack", "pack_on", "warm", "warmup"]
 
 Int64 = npt.NDArray[np.int64]
 
@@ -50,7 +50,7 @@ def warm(memory: Memory) -> None:
             kept.append(upload)
         arrays += [memory.empty(3), memory.empty(3)]
         program, work, columns, others = map(memory.for_kernels, arrays)
-        cuda.launch_build(memory.launches_on, program, work, columns, *(1,) * 7)
+        cuda.launch_build(memory.launches_on, program, work, columns, *(1,) * 6)
         cuda_descriptors.launch_cut(memory.launches_on, program, work, columns, others, 1, 0, 1)
         cuda_descriptors.launch_bring(memory.launches_on, work, columns, others, known.SPANS, 1)
         cuda_descriptors.launch_copy(memory.launches_on, program, work, columns, 1, 0, 0, 1, 0)
@@ -234,7 +234,7 @@ class DeviceDescriptors(Descriptors):
     __slots__ = ("_columns", "_report")
 
     def __init__(self) -> None:
-        self._memory = None
+        self._memory = self._caches = None
 
     def _hold(self, report: Report, columns: Any) -> None:
         self._report, self._columns, self.requests = report, columns, report.ids
@@ -288,7 +288,9 @@ class DeviceDescriptors(Descriptors):
     def on_host(self) -> Descriptors:
         """Return the same in host memory: copied there, unless it already is."""
         src, dst, length = (self._report.memory.on_host(column) for column in (self.src, self.dst, self.length))
-        return Descriptors(src, dst, length, self.spans, self.requests, self.failed, self.uncovered)
+        brought = Descriptors(src, dst, length, self.spans, self.requests, self.failed, self.uncovered)
+        brought._caches = self._caches
+        return brought
 
     def _batches(self, max_descriptors: int | None, max_nbytes: int | None) -> Iterator[Descriptors]:
         return self.on_host()._batches(max_descriptors, max_nbytes)
