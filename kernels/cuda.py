@@ -5,6 +5,8 @@ data of a build is in two arrays of int64 words, `program` and `work`, whose par
 out in a third, `columns`: all src addresses, then all dst addresses, then all lengths.
 """
 
+from typing import Any
+
 import numpy as np
 from numba import cuda
 
@@ -20,7 +22,18 @@ candidate = cuda.jit(device=True)(item.candidate)
 last_start = cuda.jit(device=True)(item.last_start)
 
 
-def launch_build(stream, program, work, columns, ids, requests, candidates, covered, gaps, merges):
+def launch_build(
+    stream: Any,
+    program: Any,
+    work: Any,
+    columns: Any,
+    ids: int,
+    requests: int,
+    candidates: int,
+    covered: int,
+    gaps: int,
+    merges: int,
+) -> None:
     """Enqueue one build.
 
     Parameters

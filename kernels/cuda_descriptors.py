@@ -3,6 +3,8 @@
 How many descriptors there are is the last of the spans, which only the device knows: grids are as large as can be.
 """
 
+from typing import Any
+
 import numpy as np
 from numba import cuda
 
@@ -21,7 +23,9 @@ COPY_BLOCKS = 4096
 """Thread blocks of one copy at most: some for each multiprocessor, and each goes on to the next tile."""
 
 
-def launch_cut(stream, program, work, columns, cut_columns, descriptors, requests, most):
+def launch_cut(
+    stream: Any, program: Any, work: Any, columns: Any, cut_columns: Any, descriptors: int, requests: int, most: int
+) -> None:
     """Enqueue the cutting of descriptors at ``most`` bytes and at the edges of chunks, into other columns.
 
     Parameters
@@ -37,12 +41,22 @@ def launch_cut(stream, program, work, columns, cut_columns, descriptors, request
     launch(cut, descriptors, stream, program, work, columns, cut_columns, most)
 
 
-def launch_bring(stream, work, columns, out, number, descriptors):
+def launch_bring(stream: Any, work: Any, columns: Any, out: Any, number: int, descriptors: int) -> None:
     """Enqueue the copying of descriptors, as many as the spans in part ``number`` say, to pinned host memory."""
     launch(bring, descriptors, stream, work, columns, out, number)
 
 
-def launch_copy(stream, program, work, columns, descriptors, requests, staging, longest, unpacks):
+def launch_copy(
+    stream: Any,
+    program: Any,
+    work: Any,
+    columns: Any,
+    descriptors: int,
+    requests: int,
+    staging: int,
+    longest: int,
+    unpacks: int,
+) -> None:
     """Enqueue the copying of all src bytes into a staging buffer, in order and without gaps; or out of it, to dst.
 
     Parameters

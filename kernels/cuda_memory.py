@@ -5,6 +5,7 @@ Addresses are int64, as wrapped around from unsigned, and aligned to what is rea
 """
 
 import ctypes
+from typing import Any
 
 import numpy as np
 from numba import config, cuda, types
@@ -122,12 +123,12 @@ else:
             store1(address, value)
 
 
-def stream(handle):
+def stream(handle: int) -> Any:
     """Return a ``cudaStream_t`` as launches take it."""
     return cuda.external_stream(handle) if handle else 0
 
 
-def view(address, size, owner):
+def view(address: int, size: int, owner: Any) -> Any:
     """Return ``size`` int64 words at an address as an array that kernels take, without waiting for its stream."""
     interface = {"shape": (size,), "typestr": "<i8", "data": (address, False), "version": 2}
     return cuda.from_cuda_array_interface(interface, owner=owner, sync=False)

@@ -4,6 +4,8 @@ Scans are blockwise, in shared memory, over several launches: no thread block ev
 of a block has to reach every `scan_block`.
 """
 
+from typing import Any
+
 import numpy as np
 from numba import config, cuda, int64
 
@@ -15,13 +17,13 @@ THREADS = 32 if config.ENABLE_CUDASIM else 256
 combine = cuda.jit(device=True)(item.combine)
 
 
-def launch(kernel, items, stream, *args):
+def launch(kernel: Any, items: int, stream: Any, *args: Any) -> None:
     """Run a kernel on a stream with at least ``items`` threads; on nothing, do nothing."""
     if items:
         kernel[blocks(items), THREADS, stream](*args)
 
 
-def blocks(items):
+def blocks(items: int) -> int:
     """Return how many thread blocks `launch` starts."""
     return -(-items // THREADS)
 

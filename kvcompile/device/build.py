@@ -50,7 +50,7 @@ def warm(memory: Memory) -> None:
             kept.append(upload)
         arrays += [memory.empty(3), memory.empty(3)]
         program, work, columns, others = map(memory.for_kernels, arrays)
-        cuda.launch_build(memory.launches_on, program, work, columns, *(1,) * 6)
+        cuda.launch_build(memory.launches_on, program, work, columns, 1, 1, 1, 1, 1, 1)
         cuda_descriptors.launch_cut(memory.launches_on, program, work, columns, others, 1, 0, 1)
         cuda_descriptors.launch_bring(memory.launches_on, work, columns, others, known.SPANS, 1)
         cuda_descriptors.launch_copy(memory.launches_on, program, work, columns, 1, 0, 0, 1, 0)
@@ -109,20 +109,29 @@ def build(
     most = min(max_length or 0, 2**63 - 1)
     with memory:
         job = Job(plan, plan._program, requests, memory, most, cuts)
-        columns, spans = job.columns, known.SPANS
+        made, columns, spans = job.made, job.columns, known.SPANS
         if cuts:
-            columns, spans = memory.empty(3 * job.descriptors), known.CUT_SPANS
-            arrays = map(memory.for_kernels, (job.program, job.work, job.columns, columns))
-            sizes = job.candidates, len(requests), most or 2**63 - 1
-            cuda_descriptors.launch_cut(memory.launches_on, *arrays, *sizes)
-        held = columns
+            made, spans = memory.empty(3 * job.descriptors), known.CUT_SPANS
+            columns = memory.for_kernels(made)
+            cuda_descriptors.launch_cut(
+                memory.launches_on,
+                job.program,
+                job.work,
+                job.columns,
+                columns,
+                job.candidates,
+                len(requests),
+                most or 2**63 - 1,
+            )
+        kept = made
         if pinned:
-            columns = memory.pinned(3 * job.descriptors)
-            arrays = map(memory.for_kernels, (job.work, held, columns))
-            cuda_descriptors.launch_bring(memory.launches_on, *arrays, spans, job.descriptors)
-        report = Report(job, spans, held, columns)
+            made = memory.pinned(3 * job.descriptors)
+            cuda_descriptors.launch_bring(
+                memory.launches_on, job.work, columns, memory.for_kernels(made), spans, job.descriptors
+            )
+        report = Report(job, spans, kept, made)
     result = DeviceDescriptors() if out is None else out
-    result._hold(report, columns)
+    result._hold(report, made)
     return result
 
 
@@ -160,10 +169,17 @@ def pack(plan: "Plan", requests: Sequence[Request], staging: Any, memory: Memory
         job = Job(plan, program, requests, memory, 0, True)
         if nbytes < job.nbytes:
             raise too_small(nbytes, job.nbytes)
-        arrays = map(memory.for_kernels, (job.program, job.work, job.columns))
-        longest = int(program.rows[program.lanes[:, item.LANE_START], item.LENGTH].max(initial=0))
-        sizes = job.candidates, len(requests), int64(address), longest, int(unpacks)
-        cuda_descriptors.launch_copy(memory.launches_on, *arrays, *sizes)
+        cuda_descriptors.launch_copy(
+            memory.launches_on,
+            job.program,
+            job.work,
+            job.columns,
+            job.candidates,
+            len(requests),
+            int64(address),
+            int(program.rows[program.lanes[:, item.LANE_START], item.LENGTH].max(initial=0)),
+            int(unpacks),
+        )
         report = Report(job, known.CUT_SPANS, staging)
     return Packed(report.ids, report)
 
@@ -187,7 +203,7 @@ class Report:
         self._spans_part, self._lock = spans, threading.Lock()
         stop = job.starts[known.MARKS + (1 if job.covers else 0)]
         self._words = job.memory.pinned(stop - job.starts[known.SPANS])
-        job.memory.download(self._words, job.work, job.starts[known.SPANS])
+        job.memory.download(self._words, job.on_device, job.starts[known.SPANS])
         self._event = job.memory.mark(*job.kept, *kept, self._words)
 
     def wait(self) -> None:

@@ -42,8 +42,9 @@ class Job:
 
     Attributes
     ----------
-    work, program, columns : arrays on the device
-        ``columns`` has room for ``candidates`` descriptors.
+    program, work, columns : arrays as kernels take them
+    on_device, made : arrays of `Memory`
+        What ``work`` and ``columns`` are; the latter has room for ``candidates`` descriptors.
     candidates, descriptors, nbytes : int
         Candidates; no more than so many descriptors after cutting, and bytes, come out.
     requests : list of Request
@@ -80,9 +81,9 @@ class Job:
             self.starts.append(self.starts[-1] + size)
         self.covers = covered > 0
 
-        self.work = memory.empty(self.starts[-1])
+        self.on_device = memory.empty(self.starts[-1])
         upload[: len(self.starts)] = self.starts
-        table = lists.table(memory.address(self.work) + 8 * self.starts[known.HOST_IDS])
+        table = lists.table(memory.address(self.on_device) + 8 * self.starts[known.HOST_IDS])
         given = np.column_stack([self.status, self.batch.twice])
         none = np.full(count, known.NONE)
         for part, values in (
@@ -91,15 +92,24 @@ class Job:
             (known.HOST_IDS, lists.host_ids),
         ):
             parts[part][:] = values.ravel()
-        memory.upload(self.work, upload)
+        memory.upload(self.on_device, upload)
         for stream in {array.stream for array in self.arrays.values() if array.stream is not None}:
             memory.follow(stream)
-        self.program = _upload(plan, program, memory)
-        self.columns = memory.empty(3 * self.candidates)
-        self.kept = (upload, self.work, self.program, self.columns, requests)
+        program_on_device = _upload(plan, program, memory)
+        self.made = memory.empty(3 * self.candidates)
+        self.kept = (upload, self.on_device, program_on_device, self.made, requests)
+        self.program, self.work, self.columns = map(memory.for_kernels, (program_on_device, self.on_device, self.made))
         cuda.launch_build(
-            *(memory.launches_on, *map(memory.for_kernels, (self.program, self.work, self.columns))),
-            *(int(lists.at[-1]), count, self.candidates, covered, gaps, merges),
+            memory.launches_on,
+            self.program,
+            self.work,
+            self.columns,
+            int(lists.at[-1]),
+            count,
+            self.candidates,
+            covered,
+            gaps,
+            merges,
         )
 
     def part(self, report: Int64, number: int) -> Int64:
