@@ -109,9 +109,9 @@ def pack(plan: "Plan", requests: Sequence[Request], staging: Any, unpacks: bool)
     """
     batch, status, errors = gather(requests, plan.src.block_size, plan.dst.block_size)
     program = apart(plan._program)
-    given = np.asarray(staging)
-    if not given.flags.c_contiguous or (not unpacks and not given.flags.writeable):
-        raise ValueError("staging is not contiguous or read-only, expected one writable span of memory")
+    given = span(staging)
+    if not unpacks and not given.flags.writeable:
+        raise ValueError("staging is read-only, expected writable memory")
     if given.nbytes < (need := backend.most_nbytes(program, batch, status)):
         raise too_small(given.nbytes, need)
     work = backend.empty_work(program, batch, status, False)
@@ -125,6 +125,28 @@ def pack(plan: "Plan", requests: Sequence[Request], staging: Any, unpacks: bool)
         plan._uncovered(requests, batch, status, work.uncovered) if uncovered else {},
     )
     return Packed(tuple(request.id for request in requests), found)
+
+
+def span(staging: Any) -> npt.NDArray[Any]:
+    """Return the memory of a buffer, or of an array of numpy or torch, as an array that shares it.
+
+    Raises
+    ------
+    ValueError
+        It has none in this process, or not in one piece.
+    """
+    try:
+        given = np.asarray(memoryview(staging))
+    except TypeError:
+        if not hasattr(staging, "__array__"):
+            raise ValueError(f"staging is a {type(staging).__name__}, expected a buffer in host memory") from None
+        try:
+            given = np.asarray(staging)  # shares the memory of a tensor
+        except (TypeError, ValueError, RuntimeError) as error:  # what a tensor on a device raises
+            raise ValueError(f"staging has no bytes in host memory: {error}") from error
+    if not given.flags.c_contiguous:
+        raise ValueError("staging is not contiguous, expected one span of memory")
+    return given
 
 
 def too_small(given: int, need: int) -> ValueError:
