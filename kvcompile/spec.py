@@ -185,7 +185,7 @@ def _settings(side: "_Keys") -> _Settings:
     size, few = _size(2**31 - 1), _size(1 << 12)
     sizes = _either(size, _by_name(size))
     options = side.known(
-        tp_size=size, pp_size=_either(few, _many(size)), dcp_size=size, dcp_interleave=size, align=size,
+        tp_size=size, pp_size=_either(few, _many(size)), dcp_size=size, dcp_interleave=size, align=sizes,
         block_size=size, kernel_block_size=sizes, num_blocks=sizes, null_block=_number, overlay=_boolean, mtp=_boolean,
         order=_text, kv_dtype=_text, state_dtype=_text, conv_order=_text,
     )  # fmt: skip

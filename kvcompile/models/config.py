@@ -18,6 +18,9 @@ BY_HAND = (
 LARGEST = 16 << 20
 """Bytes of a config file; a larger one is none."""
 
+MOST_LAYERS = 1 << 12
+"""Layers of a model: far above any, so that a wrong number costs no memory."""
+
 
 class Keys:
     """The keys of one config, of the text model where there is one.
@@ -62,21 +65,33 @@ class Keys:
             )
         return [self.get(name) for name in names]
 
-    def integer(self, *names: str) -> int:
-        """Return the first of several keys that is there, a positive integer."""
+    def integer(self, *names: str, default: int | None = None) -> int:
+        """Return the first of several keys that is there, a positive integer; else the default, if there is one."""
         for name in names:
             value = self.get(name)
             if value is not None:
                 return positive(name, value)
+        if default is not None:
+            return default
         raise LayoutError(
             f"config of model_type {' / '.join(self.model_types) or None}: keys {list(names)} are all missing, "
             f"expected one of them. {BY_HAND}"
         )
 
+    def table(self, name: str) -> Mapping[str, Any]:
+        """Return a value that has to be a mapping."""
+        (value,) = self.need(name)
+        if not isinstance(value, Mapping):
+            raise LayoutError(f"config key {name!r} is {value!r:.80}, expected a mapping")
+        return value
+
     @property
     def layers(self) -> int:
         """Hidden layers of the model."""
-        return self.integer("num_hidden_layers")
+        layers = self.integer("num_hidden_layers")
+        if layers > MOST_LAYERS:
+            raise LayoutError(f"config key 'num_hidden_layers' is {layers}, expected at most {MOST_LAYERS}")
+        return layers
 
     @property
     def kv_heads(self) -> int:

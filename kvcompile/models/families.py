@@ -34,14 +34,15 @@ def dense(keys: Keys) -> Kept:
     """Llama, Qwen, Mistral, gpt-oss, Gemma, MiniMax-M2: grouped-query attention, full or in a window."""
     heads, head_dim = keys.kv_heads, keys.head_dim
     # Gemma 4's full layers have heads of their own.
-    full_heads = keys.get("num_global_key_value_heads") or heads
-    full_dim = keys.get("global_head_dim") or head_dim
+    full_heads = keys.integer("num_global_key_value_heads", default=heads)
+    full_dim = keys.integer("global_head_dim", default=head_dim)
     kept: Kept = []
     for window in _windows(keys):
         wide = window is None
         kept.append((Attention(full_heads if wide else heads, full_dim if wide else head_dim, window=window),))
     # Gemma 3n and 4: the last layers read the caches of earlier ones.
-    shared = keys.get("num_kv_shared_layers", 0)
+    shared = keys.integer("num_kv_shared_layers") if keys.get("num_kv_shared_layers") else 0
+    shared = min(shared, len(kept))
     return kept[: len(kept) - shared] + [()] * shared
 
 
@@ -56,7 +57,7 @@ def latent(keys: Keys) -> Kept:
 
 def kimi_linear(keys: Keys) -> Kept:
     """Kimi-Linear and Kimi-K3: latents, KDA state in the other layers; ``linear_attn_config`` counts from one."""
-    (linear,) = keys.need("linear_attn_config")
+    linear = keys.table("linear_attn_config")
     needed = ("full_attn_layers", "num_heads", "head_dim", "short_conv_kernel_size")
     missing = [name for name in needed if linear.get(name) is None]
     if missing:
@@ -105,7 +106,8 @@ def nemotron_h(keys: Keys) -> Kept:
 def jamba(keys: Keys) -> Kept:
     """Jamba: Mamba-1 state, every few layers attention."""
     names = ("mamba_expand", "hidden_size", "mamba_d_state", "mamba_d_conv", "attn_layer_period", "attn_layer_offset")
-    period, offset = keys.need(*names)[4:]
+    offset = keys.need(*names)[5]
+    period = keys.integer("attn_layer_period")
     expand, hidden, state_size, kernel = (keys.integer(name) for name in names[:4])
     state = Mamba1(expand * hidden, state_size, kernel)
     full = Attention(keys.kv_heads, keys.head_dim)
@@ -128,7 +130,7 @@ def minimax_linear(keys: Keys) -> Kept:
 
 def minimax_sparse(keys: Keys) -> Kept:
     """MiniMax-M3: attention, in sparse layers with an indexer's keys, bfloat16 and whole on every rank."""
-    (sparse,) = keys.need("sparse_attention_config")
+    sparse = keys.table("sparse_attention_config")
     if sparse.get("sparse_index_dim") is None or sparse.get("sparse_attention_freq") is None:
         raise LayoutError(
             f"config key 'sparse_attention_config' needs 'sparse_index_dim' and 'sparse_attention_freq'. {BY_HAND}"
@@ -142,10 +144,10 @@ def deepseek_v4(keys: Keys) -> Kept:
     """DeepSeek-V4: latents in a window; latents of 4 or 128 tokens each, their compressors' state, an indexer."""
     dim, window = keys.integer("head_dim"), keys.integer("sliding_window")
     index_dim = keys.integer("index_head_dim")
-    rates = keys.get("compress_rates", {})
     ratios = keys.get("compress_ratios")
     if ratios is None:
-        ratios = [rates.get(name, 0) for name in keys.need("layer_types", "compress_rates")[0]]
+        rates = keys.table("compress_rates")
+        ratios = [rates.get(name, 0) for name in keys.need("layer_types")[0]]
     kinds: dict[Any, tuple[Keep, ...]] = {}
     for ratio in (0, 1, 4, 128):
         keeps: list[Keep] = [Compressed("window", dim, window=window)]
@@ -223,10 +225,13 @@ def layers_of(config: Any, *, mtp: bool = False, prefix: str = "") -> list[Layer
             f"not known, known are {', '.join(sorted(FAMILIES))}. Of the keys of a plain decoder, {missing or 'none'} "
             f"are missing. {BY_HAND}"
         )
-    kept = family(keys)
+    try:
+        kept = family(keys)
+    except (TypeError, ValueError, AttributeError) as error:  # a value of another kind than its key's
+        raise LayoutError(f"config of model_type {' / '.join(keys.model_types)}: {error}. {BY_HAND}") from error
     if mtp:
         # DeepSeek, Kimi, GLM: num_nextn_predict_layers; Qwen: mtp_num_hidden_layers; MiniMax: num_mtp_modules.
-        count = keys.integer("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
+        count = min(keys.integer("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules"), keys.layers)
         attends = [keeps for keeps in kept if any(not keep.state for keep in keeps)]
         kept = kept + [max(reversed(attends), key=len)] * count
     return [Layer(f"{prefix}layers.{number}", keeps) for number, keeps in enumerate(kept)]
@@ -239,7 +244,7 @@ def _windows(keys: Keys) -> list[int | None]:
     if types is None:
         types = _implied_types(keys, count)
     full = {"full_attention", "attention"}
-    unknown = sorted({str(name) for name in types} - full - {"sliding_attention"})
+    unknown = sorted({str(name) for name in types} - full - {"sliding_attention"})[:8]
     if unknown or len(types) < count:
         raise LayoutError(
             f"config key 'layer_types': {unknown or len(types)}, expected {count} of 'full_attention' and "
@@ -260,18 +265,20 @@ def _implied_types(keys: Keys, count: int) -> list[str]:
     name = keys.model_types[0]
     every = {"gemma2": 2, "gpt_oss": 2, "gemma3": 6, "gemma3_text": 6}.get(name) or keys.get("sliding_window_pattern")
     if every:
-        every = keys.get("sliding_window_pattern") or every
+        every = keys.integer("sliding_window_pattern", default=every)
         return ["full_attention" if (number + 1) % every == 0 else "sliding_attention" for number in range(count)]
     first = count
     if keys.get("sliding_window") is not None and keys.get("use_sliding_window", not name.startswith("qwen")):
-        first = keys.get("max_window_layers", 0) if name.startswith("qwen") else 0
+        first = 0
+        if name.startswith("qwen") and keys.get("max_window_layers") != 0:
+            first = min(keys.integer("max_window_layers", default=count), count)
     return ["full_attention"] * first + ["sliding_attention"] * (count - first)
 
 
 def _by_type(keys: Keys, types: Sequence[Any], kinds: dict[Any, tuple[Keep, ...]]) -> Kept:
     """Look up each layer's type."""
-    count = keys.get("num_hidden_layers", len(types))
-    unknown = sorted({repr(name) for name in types if name not in kinds})
+    count = keys.layers if keys.get("num_hidden_layers") is not None else len(types)
+    unknown = sorted({repr(name) for name in types if name not in kinds})[:8]
     if unknown or len(types) < count:
         raise LayoutError(
             f"types of layers: {', '.join(unknown) or len(types)}, expected {count} of {sorted(map(repr, kinds))}. "
@@ -285,5 +292,5 @@ def _shares_topk(keys: Keys, number: int) -> bool:
     pattern = keys.get("index_topk_pattern")
     if pattern is not None:
         return bool(number < len(pattern) and pattern[number] == "S")
-    every, offset = keys.get("index_topk_freq", 1), keys.get("index_skip_topk_offset", 2)
+    every, offset = keys.integer("index_topk_freq", default=1), keys.get("index_skip_topk_offset", 2)
     return bool(max(number - offset + 1, 0) % every)
