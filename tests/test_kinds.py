@@ -1,0 +1,103 @@
+"""Kinds of ids: integers are taken, whatever holds them; what is none is refused before any conversion (section 5)."""
+
+import array
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from tests.lists import PLAIN, one, plain_error
+
+BAD_IDS: list[object] = [
+    [1, 2.0],
+    [1.5, 2],
+    [np.float64(1), 2],
+    np.array([1.0, 2.0]),
+    np.array([1, 2], np.float32),
+    array.array("d", [1, 2]),
+    [True, False],
+    [1, True],
+    [np.bool_(True), 2],
+    np.array([True, False]),
+    ["1", "2"],
+    [1, "2"],
+    "12",
+    b"12",
+    np.array(["1", "2"]),
+    [1, None],
+    [None, None],
+    None,
+    7,
+    [[1, 2]],
+    [[1], [2]],
+    [1, [2]],
+    np.array([[1, 2]]),
+    np.zeros((2, 0), np.int64),
+    np.array(3),
+    [1, 2j],
+    [1, object()],
+    np.array([1, 2.5], object),
+    {1: 2},
+    float("nan"),
+    np.array([1, 2], "datetime64[s]"),
+]
+
+
+@pytest.mark.parametrize("bad", BAD_IDS, ids=lambda bad: repr(bad)[:40])
+@pytest.mark.parametrize("side", ["src", "dst"])
+def test_ids_of_the_wrong_kind(bad: object, side: str) -> None:
+    lists = {"src": [[1, 3]], "dst": [[2, 4]], side: [bad]}
+    error = plain_error(lists["src"], lists["dst"])
+    assert (error.side, error.group, error.bound) == (side, 0, None)
+
+
+@pytest.mark.parametrize("bad", [None, 5, "12", 1.5, [1, 2], object()])
+@pytest.mark.parametrize("side", ["src", "dst"])
+def test_lists_of_the_wrong_kind(bad: object, side: str) -> None:
+    lists = {"src": [[1, 3]], "dst": [[2, 4]], side: bad}
+    error = plain_error(lists["src"], lists["dst"])
+    assert error.side == side
+
+
+GOOD_IDS: list[Callable[[list[int]], object]] = [
+    list,
+    tuple,
+    lambda ids: [np.int64(block) for block in ids],
+    lambda ids: [ids[0], *(np.uint8(block) for block in ids[1:])],
+    *(
+        lambda ids, kind=kind: np.array(ids, kind)
+        for kind in ("i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", ">i4", ">u8")
+    ),
+    *(lambda ids, code=code: array.array(code, ids) for code in "bBhHiIlLqQ"),
+    lambda ids: np.repeat(np.array(ids), 3)[::3],
+    lambda ids: np.array(ids[::-1])[::-1],
+    lambda ids: np.stack([ids, ids], axis=1)[:, 0],
+]
+
+
+@pytest.mark.parametrize("make", GOOD_IDS)
+def test_every_kind_of_integers(make: Callable[[list[int]], object]) -> None:
+    """Also strided, reversed, read-only, big-endian."""
+    src, dst = make([7, 1, 3, 5]), make([2, 9])
+    assert one(PLAIN, [src], [dst]) == ([(0, 3, 2), (0, 5, 9)], [])
+    if isinstance(src, np.ndarray):
+        src.flags.writeable = False
+        assert one(PLAIN, [src], [dst]) == ([(0, 3, 2), (0, 5, 9)], [])
+
+
+def test_ids_are_not_changed() -> None:
+    src, dst = np.array([7, 1, 3, 5]), np.array([2, 9])
+    one(PLAIN, [src], [dst])
+    assert (src.tolist(), dst.tolist()) == ([7, 1, 3, 5], [2, 9])
+
+
+def test_torch() -> None:
+    torch = pytest.importorskip("torch")
+    src, dst = [7, 1, 3, 5], [2, 9]
+    expected = ([(0, 3, 2), (0, 5, 9)], [])
+    for kind in (torch.int64, torch.int32, torch.int16, torch.uint8):
+        assert one(PLAIN, [torch.tensor(src, dtype=kind)], [torch.tensor(dst, dtype=kind)]) == expected
+    strided = torch.stack([torch.tensor(src), torch.tensor(src)], dim=1)[:, 1]
+    assert one(PLAIN, [strided], [dst]) == expected
+    for bad in (torch.tensor([1.0, 2.0]), torch.tensor([True, False]), torch.tensor([[1, 2]]), torch.tensor(1)):
+        assert plain_error([bad], [[2, 4]]).side == "src"
