@@ -8,6 +8,7 @@ from kvcompile.layout import Buffer, Field, Group, Region
 from kvcompile.plan import Plan, compile
 from kvcompile.proof import Proof, prove
 from kvcompile.request import Request
+from kvcompile.together import build_all
 
 __all__ = [
     "Buffer",
@@ -24,6 +25,7 @@ __all__ = [
     "Request",
     "RequestError",
     "TransferError",
+    "build_all",
     "compile",
     "prove",
     "warmup",

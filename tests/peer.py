@@ -1,5 +1,6 @@
 """Another process with memory and a Mooncake engine, for tests: started and ended by `Peer`, asked over a pipe."""
 
+import ctypes
 import multiprocessing
 import os
 import signal
@@ -62,14 +63,18 @@ def copies(src: Any, dst: Any, length: Any, spans: Any = None, requests: Any = N
 class Peer:
     """A process that holds `memory` bytes, all CANARY, and serves what `_serve` knows."""
 
-    def __init__(self, nbytes: int, shape: dict[str, Any] | None) -> None:
+    def __init__(self, nbytes: int, shape: dict[str, Any] | None, **where: Any) -> None:
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs, nbytes, shape), daemon=True)
+        self.process = context.Process(target=_serve, args=(theirs, nbytes, shape), kwargs=where, daemon=True)
         self.process.start()
         theirs.close()
         self.session, self.address, cache = self._answer()
         self.cache = Cache.from_bytes(cache)
+
+    def renew(self) -> None:
+        """Have it unregister its memory and register it again: same addresses, another digest."""
+        self.cache = Cache.from_bytes(self.ask("renew"))
 
     def ask(self, what: str, *arguments: Any) -> Any:
         self.pipe.send((what, *arguments))
@@ -95,19 +100,53 @@ class Peer:
 
 
 @contextmanager
-def peer(nbytes: int, shape: dict[str, Any] | None = None) -> Iterator[Peer]:
-    """Start a peer, with a cache of `rank(**shape)` or one buffer over its whole memory; end it on every path."""
-    started = Peer(nbytes, shape)
+def peer(nbytes: int, shape: dict[str, Any] | None = None, **where: Any) -> Iterator[Peer]:
+    """Start a peer, with a cache of `rank(**shape)` or one buffer over its whole memory; end it on every path.
+
+    Parameters
+    ----------
+    nbytes, shape
+    **where
+        ``file``: that its memory is mapped from, as it is, so that others see it whatever becomes of the process;
+        ``address``: where; ``ports``: (least, most) of Mooncake's session.
+    """
+    started = Peer(nbytes, shape, **where)
     try:
         yield started
     finally:
         started.end()
 
 
-def _serve(pipe: Connection, nbytes: int, shape: dict[str, Any] | None) -> None:
-    memory = np.full(nbytes, CANARY, np.uint8)
+def mapped(file: str, nbytes: int, address: int | None = None) -> np.ndarray:
+    """Map a file, shared, at an address that must be free."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    fixed_noreplace, shared, read_write = 0x100000, 1, 3
+    handle = os.open(file, os.O_RDWR)
+    got = libc.mmap(address, nbytes, read_write, shared | (fixed_noreplace if address else 0), handle, 0)
+    os.close(handle)
+    if got in (None, 2**64 - 1) or address not in (None, got):
+        raise OSError(ctypes.get_errno(), f"mmap of {nbytes} bytes at {address} gave {got}")
+    return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(got))
+
+
+def _serve(
+    pipe: Connection,
+    nbytes: int,
+    shape: dict[str, Any] | None,
+    *,
+    file: str | None = None,
+    address: int | None = None,
+    ports: tuple[int, int] | None = None,
+) -> None:
+    if ports is not None:
+        os.environ["MC_MIN_PRC_PORT"], os.environ["MC_MAX_PRC_PORT"] = map(str, ports)
+    memory = np.full(nbytes, CANARY, np.uint8) if file is None else mapped(file, nbytes, address)
     engine: Engine = MooncakeEngine("127.0.0.1")
-    cache = engine.register(whole(memory) if shape is None else rank(memory.ctypes.data, **shape))
+    layout = whole(memory) if shape is None else rank(memory.ctypes.data, **shape)
+    cache = engine.register(layout)
+    engine.serve_digests()
     pipe.send((engine.session, memory.ctypes.data, cache.to_bytes()))
     while True:
         try:
@@ -122,6 +161,9 @@ def _serve(pipe: Connection, nbytes: int, shape: dict[str, Any] | None) -> None:
         elif what == "unregister":
             engine.unregister()
             pipe.send(None)
+        elif what == "renew":
+            engine.unregister()
+            pipe.send(engine.register(layout).to_bytes())
         elif what == "write":
             session, columns = arguments
             try:
