@@ -81,6 +81,18 @@ def test_negative_ids_of_every_width(value: int, make: Callable[[list[int]], obj
     assert place(error) == ("src", 0, 1, value, 2**34)
 
 
+@pytest.mark.parametrize("make", [list, lambda ids: np.array(ids, np.uint64)])
+@pytest.mark.parametrize("null", [-1, -2, 1 - 2**63])
+def test_a_large_id_is_no_negative_null(null: int, make: Callable[[list[int]], object]) -> None:
+    """2**64 - 1 is not the null id -1, though their 64 bits are the same."""
+    plan = kvcompile.compile(cache(A, Group(4, null)), cache(B, Group(4, null)))
+    good = Request("good", [[1, null]], [[3, 5]])
+    built = plan.build([Request("bad", [make([1, 2**64 + null])], [[2, 4]]), good])
+    assert set(built.failed) == {"bad"}
+    assert built.failed["bad"].position == 1
+    assert pairs(plan, built, 1) == [(0, 1, 3)]
+
+
 def test_the_last_id_is_fine() -> None:
     assert one(PLAIN, [[19, 0]], [[0, 19]]) == ([(0, 19, 0), (0, 0, 19)], [])
 
