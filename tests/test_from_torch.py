@@ -1,11 +1,12 @@
 """Caches from an engine's own tensors: the address of every cell is the tensor's, and what contradicts is refused."""
 
+import ctypes
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from kvcompile import Buffer, Cache, Group, LayoutError, fields
+from kvcompile import Buffer, Cache, Group, LayoutError, fields, memory
 from kvcompile.fields import Arrangement
 from kvcompile.memory import strided
 
@@ -270,6 +271,18 @@ def test_dlpack_is_read_and_not_consumed() -> None:
     found = strided(Dlpack(array), "here")
     assert (found.address, found.shape, found.strides, found.itemsize) == (array.ctypes.data, (2, 2, 4), (48, 16, 4), 4)
     assert found.storage is None
+
+
+def test_dlpack_of_other_libraries() -> None:
+    """A byte offset beside the address, and no strides where a tensor is dense: DLPack allows both."""
+    array = np.zeros(100, np.uint8)
+    shape = (ctypes.c_int64 * 2)(3, 4)
+    raw = memory._DLTensor(array.ctypes.data, 1, 0, 2, 0, 16, 1, shape, None, 20)
+    new = ctypes.pythonapi.PyCapsule_New
+    new.restype, new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+    capsule = new(ctypes.addressof(raw), b"dltensor", None)
+    found = strided(SimpleNamespace(__dlpack__=lambda: capsule), "here")
+    assert found == (array.ctypes.data + 20, (3, 4), (8, 2), 2, None)
 
 
 def test_real_torch() -> None:

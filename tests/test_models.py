@@ -268,6 +268,7 @@ def test_overlaid_groups() -> None:
         caches(config("gemma-4-31b"), overlay=True)
     (cache,) = caches(config("gemma-4-31b"), overlay=True, order="BLHNC", num_blocks=2)
     assert cache.overlays == (0, 0)
+    assert {region.block_stride for region in cache.regions} == {50 * 16 * 16 * 1024}  # the windows' longer row
 
 
 def bad(name: str = "llama-3.3-70b", **changes: Any) -> dict[str, Any]:
