@@ -1,4 +1,4 @@
-"""Settings of Hypothesis, and the shares of generated examples at the end of the run."""
+"""Settings of Hypothesis; at the end of the run the shares of generated examples, and the faults tried."""
 
 import hypothesis
 import pytest
@@ -20,8 +20,17 @@ hypothesis.settings.load_profile("kvcompile")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print what tests recorded as ``shares``: of the generated examples, how many showed what."""
+    """Print what tests recorded as ``shares``: of the generated examples, how many showed what; and each ``fault``."""
+    faults = {}
     for report in [*terminalreporter.stats.get("passed", []), *terminalreporter.stats.get("failed", [])]:
         for name, value in getattr(report, "user_properties", []):
             if name == "shares":
                 terminalreporter.write_line(f"{report.nodeid.split('::')[-1]}: {value}")
+        properties = dict(getattr(report, "user_properties", []))
+        if "fault" in properties:
+            faults[properties["fault"]] = properties.get("outcome")
+    if faults:
+        survived = [name for name, outcome in faults.items() if outcome]
+        terminalreporter.write_line(f"faults: {len(faults)} tried, {len(survived)} survived")
+        for name, outcome in sorted(faults.items()):
+            terminalreporter.write_line(f"  {name:<44}{outcome or 'NOT SURVIVED'}")

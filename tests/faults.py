@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -201,7 +200,9 @@ def frozen_and_thawed() -> str:
         assert late == int(built.length[:1000].sum())  # the first batch, wholly; nothing after it was sent
         here.engine.write(other.session, built, timeout=PATIENCE, retries=1)
         here.check(other, built, NAMES)
-        return f"TransferError after {waited:.1f} s of 1 s; {late} late bytes; barred till they had landed; retry: right"
+        return (
+            f"TransferError after {waited:.1f} s of 1 s; {late} late bytes; barred till they had landed; retry: right"
+        )
 
 
 def frozen_beyond_the_transport() -> str:
