@@ -1,11 +1,11 @@
-"""What is done with finished descriptors: cut them, copy their bytes. Columns are int64 views of uint64 arrays."""
+"""What is done with finished descriptors: cut, find strays, copy bytes. Columns are int64 views of uint64 arrays."""
 
 import numpy as np
 
 from kvcompile._jit import entry, jit, move
 from kvcompile.kernels import item
 
-__all__ = ["copy", "cut"]
+__all__ = ["copy", "cut", "outside"]
 
 
 to_edge = jit(item.to_edge)
@@ -57,6 +57,28 @@ def buffer_of(edges, guess, address):
         if 0 <= offset < edges[buffer, 1]:
             return buffer
     return 0
+
+
+@entry
+def outside(address, length, base, nbytes):
+    """Return the first row that lies in no single buffer, -1 if there is none.
+
+    Parameters
+    ----------
+    address, length : uint64 arrays [n]
+    base, nbytes : uint64 arrays [buffers]
+        Disjoint spans, ascending.
+    """
+    buffer = 0
+    for i in range(len(address)):
+        if len(base) > 0 and address[i] - base[buffer] >= nbytes[buffer]:  # not where the last one lay: search
+            buffer = max(np.searchsorted(base, address[i], side="right") - 1, 0)
+        # Below the base the difference wraps around, and is above every size.
+        if len(base) == 0 or address[i] - base[buffer] > nbytes[buffer]:
+            return i
+        if length[i] > nbytes[buffer] - (address[i] - base[buffer]):
+            return i
+    return -1
 
 
 @entry

@@ -21,6 +21,7 @@ __all__ = [
     "kernels",
     "measure",
     "most_nbytes",
+    "outside",
     "pack",
     "warmup",
     "write",
@@ -86,6 +87,13 @@ def decode(packed: bytearray, offsets: Int64, at: Int64, out: Int64) -> int:
     """Read integer lists out of msgpack into ``out``; return how many are none. See `kernels.ids.decode`."""
     warmup()
     return ids.decode(np.frombuffer(packed, np.uint8), offsets, at, out)  # type: ignore[no-any-return]
+
+
+def outside(address: UInt64, length: UInt64, base: UInt64, nbytes: UInt64) -> int:
+    """Return the first row that lies in no single buffer, -1 if there is none. See `kernels.descriptors.outside`."""
+    warmup()
+    columns = (np.ascontiguousarray(column, np.uint64) for column in (address, length, base, nbytes))
+    return descriptors.outside(*columns)  # type: ignore[no-any-return]
 
 
 def copy(src: UInt64, dst: UInt64, length: UInt64) -> None:
@@ -169,5 +177,6 @@ def _run_once() -> None:
     descriptors.cut(nothing(), nothing(), nothing(), one, 1, nothing(3), nothing(3), *(nothing(),) * 3, one)
     ids.decode(np.frombuffer(bytearray(1), np.uint8), nothing(), one, nothing())
     descriptors.copy(nothing(), nothing(), nothing())
+    descriptors.outside(*(nothing().view(np.uint64),) * 4)
     _count(program, batch, nothing(item.STATUS_COLUMNS))
     packing.pack(nothing(), nothing(), one, 0, 0, one)

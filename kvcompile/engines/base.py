@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from kvcompile import backend
 from kvcompile.cache import Cache
 from kvcompile.descriptors import Descriptors
 from kvcompile.engines import digests
@@ -136,6 +137,10 @@ class Engine(Transfers):
     def _move(self, kind: str, session: str, batch: Descriptors) -> None:
         """Move one batch, which keeps to the limits, without the GIL; TransferError if that failed."""
 
+    def _ready(self, batches: Iterator[Descriptors]) -> Iterator[Descriptors]:
+        """Pass batches on, made ready for `_move` where that is work."""
+        return batches
+
     @contextlib.contextmanager
     def _flight(self, session: str) -> Iterator[None]:
         """Hold the memory that a transfer with a peer uses: `unregister` waits for the end."""
@@ -178,7 +183,7 @@ class Engine(Transfers):
 
     def _send(self, transfer: Transfer) -> None:
         """Move what has not certainly arrived, until the caller has left."""
-        for batch in rest(transfer.descriptors, transfer.moved).batches(**self._limits):
+        for batch in self._ready(rest(transfer.descriptors, transfer.moved).batches(**self._limits)):
             if not transfer.start(len(batch)):
                 return
             self._move(transfer.kind, transfer.session, batch)
@@ -229,13 +234,9 @@ def outside(buffers: tuple[Buffer, ...], address: Addresses, length: Addresses) 
         Disjoint.
     address, length : uint64 arrays [n]
     """
-    spans = sorted((buffer.base, buffer.end) for buffer in buffers)
-    # An empty span below all others catches what starts below them.
-    base = np.array([0] + [start for start, _ in spans], np.uint64)
-    end = np.array([0] + [stop for _, stop in spans], np.uint64)
-    last = end[np.searchsorted(base[1:], address, side="right")]
-    wrong = (address > last) | (length > last - address)
-    return int(np.argmax(wrong)) if wrong.any() else -1
+    spans = sorted((buffer.base, buffer.nbytes) for buffer in buffers)
+    base, nbytes = np.array(spans, np.uint64).reshape(-1, 2).T
+    return backend.outside(address, length, base, nbytes)
 
 
 def _within(buffer: Buffer, known: tuple[Buffer, ...]) -> bool:
