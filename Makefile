@@ -8,7 +8,7 @@ PY065 = .venv-numba065/bin/python
 PYCUDA = .venv-cuda/bin/python
 PYTEST = -m pytest -n 2
 
-.PHONY: demo test test-main test-numba065 sim ptx bench families lint pyright clean
+.PHONY: demo test test-main test-numba065 sim ptx bench families lint pyright test-vllm bench-vllm clean
 
 demo: .venv/demo.stamp
 	@.venv/bin/kvcompile demo $(ARGS)
@@ -46,8 +46,38 @@ pyright: .venv/test.stamp
 	@$(PY) $(PIP) 'pyright[nodejs]'
 	.venv/bin/pyright --pythonpath $(PY)
 
+# vLLM's own tests with the builder installed, then ours against the real vLLM (docs/vllm.md). Python >= 3.11, no GPU.
+# The one deselected test patches vLLM's inner function group_concurrent_contiguous, which the builder does not call.
+VLLM = 0.33.0
+VLLM_UNIT = tests/v1/kv_connector/unit
+VLLM_TESTS = $(addprefix $(VLLM_UNIT)/test_mooncake_connector,.py _hma.py _hybrid_mamba.py)
+VLLM_DESELECT = $(VLLM_UNIT)/test_mooncake_connector_hybrid_mamba.py::test_build_transfer_params_uses_non_overlapping_physical_pages
+PYVLLM = .venv-vllm/bin/python
+
+test-vllm: .venv-vllm/test.stamp
+	cd .venv-vllm/upstream && PYTHONPATH=.:$(CURDIR)/tests/vllm ../bin/python -m pytest -q -p stand_in -p installed \
+	  -p no:cacheprovider -W ignore --rootdir=. --confcutdir=$(VLLM_UNIT) $(VLLM_TESTS) --deselect $(VLLM_DESELECT)
+	$(PYVLLM) -m pytest -p no:cacheprovider -W ignore -n 2 tests/vllm $(ARGS)
+
+bench-vllm: .venv-vllm/test.stamp
+	@$(PYVLLM) -m bench.bench_vllm $(ARGS)
+
+.venv-vllm/test.stamp: tests/vllm/requirements.txt tests/vllm/opt-125m.json pyproject.toml setup.cfg
+	@echo "setting up .venv-vllm: vLLM $(VLLM) without its CUDA dependencies (the first time only, about 1.5 GB)"
+	@$(PYTHON) tools/system.py
+	@$(PYTHON) -m venv .venv-vllm
+	@$(PYVLLM) $(PIP) -r tests/vllm/requirements.txt
+	@$(PYVLLM) $(PIP) --no-deps vllm==$(VLLM)
+	@VLLM_VERSION_OVERRIDE=$(VLLM) VLLM_TARGET_DEVICE=empty $(PYVLLM) -m pip download -qq --disable-pip-version-check \
+	  --no-deps --no-build-isolation --no-binary vllm -d .venv-vllm/sdist vllm==$(VLLM)
+	@mkdir -p .venv-vllm/upstream/facebook/opt-125m
+	@tar -xzf .venv-vllm/sdist/vllm-$(VLLM).tar.gz -C .venv-vllm/upstream --strip-components=1 vllm-$(VLLM)/tests
+	@cp tests/vllm/opt-125m.json .venv-vllm/upstream/facebook/opt-125m/config.json
+	@$(PYVLLM) $(PIP) --no-deps -e ./
+	@touch $@
+
 clean:
-	rm -rf .venv .venv-numba065 .venv-cuda build *.egg-info .*_cache .hypothesis
+	rm -rf .venv .venv-numba065 .venv-cuda .venv-vllm build *.egg-info .*_cache .hypothesis
 
 .venv/demo.stamp: pyproject.toml setup.cfg tools/system.py
 	@$(PYTHON) tools/system.py
