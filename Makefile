@@ -26,7 +26,7 @@ test-numba065: .venv-numba065/test.stamp
 
 # Every CUDA kernel in Numba's simulator, which has to be chosen before Numba is imported.
 sim: .venv-cuda/test.stamp
-	NUMBA_ENABLE_CUDASIM=1 $(PYCUDA) $(PYTEST) tests/test_cuda_sim.py tests/test_cuda_sim_pack.py
+	NUMBA_ENABLE_CUDASIM=1 $(PYCUDA) $(PYTEST) tests/test_cuda_sim*.py
 
 # Every CUDA kernel compiled and assembled for four GPUs; none has to be there.
 ptx: .venv-cuda/test.stamp

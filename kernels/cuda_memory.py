@@ -125,10 +125,12 @@ else:
 
 def stream(handle: int) -> Any:
     """Return a ``cudaStream_t`` as launches take it."""
-    return cuda.external_stream(handle) if handle else 0
+    return cuda.external_stream(handle) if handle and not config.ENABLE_CUDASIM else 0
 
 
 def view(address: int, size: int, owner: Any) -> Any:
     """Return ``size`` int64 words at an address as an array that kernels take, without waiting for its stream."""
+    if config.ENABLE_CUDASIM:
+        return np.ctypeslib.as_array((ctypes.c_int64 * size).from_address(address))
     interface = {"shape": (size,), "typestr": "<i8", "data": (address, False), "version": 2}
     return cuda.from_cuda_array_interface(interface, owner=owner, sync=False)

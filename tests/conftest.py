@@ -4,7 +4,7 @@ import hypothesis
 import pytest
 
 # They need packages and a process of their own: `make sim` and `make ptx` name them.
-collect_ignore = ["test_cuda_sim.py", "test_cuda_sim_pack.py", "test_ptx.py"]
+collect_ignore_glob = ["test_cuda_sim*.py", "test_ptx.py"]
 
 # Derandomized: a run in CI tries what every other run tried, and the shares of test_property.py are fixed figures.
 COMMON = {

@@ -303,7 +303,7 @@ def test_generated() -> None:
     """Deployments and batches of the main property: all kinds of lanes, errors, cover."""
     seen = {"examples": 0, "descriptors": 0, "failed": 0, "uncovered": 0, "merged": 0}
 
-    @hypothesis.settings(max_examples=60)
+    @hypothesis.settings(max_examples=30)
     @hypothesis.given(scenes())
     def check(scene: tuple[strategies.Deployment, list[batches.Draft], random.Random]) -> None:
         deployment, drafts, generator = scene

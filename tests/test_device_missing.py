@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import kvcompile
+from bench import gpu_check
 from kvcompile import Cache, Field, Group, KVCompileError, Plan, Region, Request
 from kvcompile.device import memory
 
@@ -110,9 +111,16 @@ def test_streams() -> None:
     assert memory._handle(SimpleNamespace(__cuda_stream__=(0, 12))) == 12
 
 
+def test_gpu_check_says_so_too(machine: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
+    machine.driver = False
+    assert gpu_check.main([]) == 2
+    assert "needs the NVIDIA driver" in capsys.readouterr().err
+
+
 PROBE = """
 import sys
 import kvcompile
+from bench import gpu_check
 from kvcompile import Cache, Field, Group, Region, Request, device, engines
 cache = Cache([Region(0, 0, 4096, 64, 10, [Field.hnd("kv", heads=2, tokens=4, cell_nbytes=8)])], [Group(4)])
 half = Cache([Region(0, 0, 4096, 32, 10, [Field.hnd("kv", heads=2, tokens=4, cell_nbytes=8)])], [Group(4)], tp_size=2)

@@ -16,8 +16,6 @@ __all__ = ["DeviceArray", "Lists", "describe", "int64", "span_of", "stand_in"]
 
 Int64 = npt.NDArray[np.int64]
 
-_ZERO = np.zeros(1, np.int64)
-
 
 class DeviceArray(NamedTuple):
     """A 1-D array in device memory.
@@ -114,16 +112,19 @@ def stand_in(requests: Sequence[Any]) -> tuple[list[Any], dict[tuple[int, int, i
         if isinstance(request, Request):
             for side, name in enumerate(("src_blocks", "dst_blocks")):
                 given = getattr(request, name)
-                if isinstance(given, (list, tuple)) and any(hasattr(ids, "__cuda_array_interface__") for ids in given):
-                    lists[name] = [_replace(ids, (side, number, group), arrays) for group, ids in enumerate(given)]
+                if not isinstance(given, (list, tuple)):
+                    continue
+                for group, ids in enumerate(given):
+                    found = describe(ids)
+                    if found is not None:
+                        lists.setdefault(name, list(given))[group] = _zeros(found, (side, number, group), arrays)
         changed.append(msgspec.structs.replace(request, **lists) if lists else request)
     return changed, arrays
 
 
-def _replace(ids: Any, key: tuple[int, int, int], arrays: dict[tuple[int, int, int], DeviceArray]) -> Any:
-    found = describe(ids)
-    if found is None:
-        return ids
+def _zeros(
+    found: DeviceArray | str, key: tuple[int, int, int], arrays: dict[tuple[int, int, int], DeviceArray]
+) -> Int64 | NoIds:
     if isinstance(found, str):
         return NoIds(found)
     if found.dtype.kind not in "iu" and found.size:
@@ -131,7 +132,7 @@ def _replace(ids: Any, key: tuple[int, int, int], arrays: dict[tuple[int, int, i
     if found.size and (found.address % found.dtype.itemsize or found.stride % found.dtype.itemsize):
         return NoIds(f"a CUDA array of {found.dtype} that is not aligned")
     arrays[key] = found
-    return np.broadcast_to(_ZERO, found.size)
+    return np.zeros(found.size, np.int64)
 
 
 class Lists:

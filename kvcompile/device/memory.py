@@ -88,6 +88,16 @@ def _handle(stream: Any) -> int:
     raise ValueError(f"stream is {stream!r}, expected a cudaStream_t as int, or a stream of CuPy, torch or Numba")
 
 
+class _Given:
+    """A stream of somebody else, as CUDA's stream protocol wants it."""
+
+    def __init__(self, handle: int) -> None:
+        self._handle = handle
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._handle
+
+
 class Memory:
     """What a build needs of one device, in the order of one stream."""
 
@@ -98,7 +108,7 @@ class Memory:
         self._device = self._cupy.cuda.Device() if number is None else self._cupy.cuda.Device(number)
         with self._device:
             current = self._cupy.cuda.get_current_stream()
-            self._stream = current if handle is None else self._cupy.cuda.ExternalStream(handle, self._device.id)
+            self._stream = current if handle is None else self._external(handle)
             self.launches_on = self._kernels.stream(self._stream.ptr)
 
     @property
@@ -152,7 +162,7 @@ class Memory:
         """Let this stream wait for what another one has been given so far."""
         if stream not in (self._stream.ptr, self._stream.ptr or 1):  # 1 is the default stream's other name
             event = self._cupy.cuda.Event(disable_timing=True)
-            event.record(self._cupy.cuda.ExternalStream(stream, self._device.id))
+            event.record(self._external(stream))
             self._stream.wait_event(event)
 
     def mark(self, *kept: Any) -> Any:
@@ -172,6 +182,9 @@ class Memory:
     def wait_on_device(self, event: Any) -> None:
         """Let this stream wait for an event."""
         self._stream.wait_event(event)
+
+    def _external(self, handle: int) -> Any:
+        return self._cupy.cuda.Stream.from_external(_Given(handle))
 
     def _copy(self, to: int, source: int, nbytes: int, kind: int) -> None:
         if nbytes:
