@@ -1,4 +1,4 @@
-"""vLLM's own builder beside kvcompile's, on the same worker objects, in one run: time and GIL stalls. ``make bench-vllm``.
+"""vLLM's own builder beside kvcompile's, on the same worker objects, in one run: time and GIL stalls.
 
 Asserts nothing about speed; that the lists are equal is asserted.
 """
@@ -11,6 +11,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -108,14 +109,23 @@ def metadata(peer: Any, dst: list[int]) -> Any:
     )
 
 
+def built(method: Any, *args: Any) -> Any:
+    """Run a builder, which is a coroutine that never waits."""
+    return asyncio.run(method(*args))
+
+
 def main() -> None:
     """Measure and print."""
     rounds = argparse.ArgumentParser(description=__doc__)
     rounds.add_argument("--rounds", type=int, default=5)
     repeat = rounds.parse_args().rounds
     warmup()
-    print(f"{LAYERS} layers x {BLOCKS} blocks, scattered, best of {repeat}; milliseconds, times faster, longest GIL stall")
-    print(f"{'case':16}{'descriptors':>12}{'vLLM 0.33.0':>14}{'exact, lists':>22}{'optimizing, arrays':>22}{'stalls':>26}")
+    print(
+        f"{LAYERS} layers x {BLOCKS} blocks, scattered, best of {repeat}; milliseconds, times faster, longest GIL stall"
+    )
+    print(
+        f"{'case':16}{'descriptors':>12}{'vLLM 0.33.0':>14}{'exact, lists':>22}{'optimizing, arrays':>22}{'stalls':>26}"
+    )
     rng = np.random.default_rng(0)
     src, dst = (rng.permutation(np.arange(1, POOL))[:BLOCKS].tolist() for _ in range(2))
     for name, sizes in (("equal TP", (1, 1)), ("TP4 to TP1", (4, 1)), ("TP1 to TP4", (1, 4))):
@@ -132,9 +142,9 @@ def main() -> None:
             raise SystemExit(f"{name}: {error} {ours[2]} {pair[2]}")
         theirs = upstream.MooncakeConnectorWorker._build_transfer_params
         builders: list[Callable[[], Any]] = [
-            lambda w=plain, a=local, b=remote: asyncio.run(theirs(w, ready, meta, a, b)),
-            lambda w=exact, o=ours: asyncio.run(vllm.Worker._build_transfer_params(w, ready, meta, *o[:2])),
-            lambda w=optimizing, o=pair: vllm_worker._build(w, state_of(w, Settings()), ready, meta, *o[:2]),
+            partial(built, theirs, plain, ready, meta, local, remote),
+            partial(built, vllm.Worker._build_transfer_params, exact, ready, meta, *ours[:2]),
+            partial(vllm_worker._build, optimizing, state_of(optimizing, Settings()), ready, meta, *pair[:2]),
         ]
         said, same = builders[0](), builders[1]()
         if said != same:

@@ -33,8 +33,8 @@ class Worker(upstream.MooncakeConnectorWorker):  # type: ignore[misc]
 class MooncakeConnector(upstream.MooncakeConnector):  # type: ignore[misc]
     """vLLM's MooncakeConnector, whose worker builds its descriptors with a compiled plan.
 
-    Settings come from ``kv_connector_extra_config["kvcompile"]``: the arguments of `install`, with all corrections on by
-    default.
+    Settings come from ``kv_connector_extra_config["kvcompile"]``: the arguments of `install`, with all corrections on
+    by default.
     """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:

@@ -47,8 +47,8 @@ class Rules(NamedTuple):
     kinds : sequence of str
         "full", "window" or "state", one a group.
     nulls : bool
-        Correct null ids: pairs with one are dropped *after* alignment. vLLM 0.33.0 takes them out of state lists before,
-        and copies them in all others.
+        Correct null ids: pairs with one are dropped *after* alignment. vLLM 0.33.0 takes them out of state lists
+        before, and copies them in all others.
     scratch : sequence of (int, int)
         Speculative blocks at the end of the src and of the dst list of each group, to leave off.
     last : collection of int

@@ -1,8 +1,8 @@
 """What a vLLM 0.33 worker holds, as a `Cache`; and what a peer without kvcompile must hold, from its lengths alone.
 
-Imports no vLLM: kinds of specs go by class name. What the adapter does not know the inside of (a state whose channels it
-cannot tell apart, heads in unknown slots) is one opaque cell a rank: right between equal TP sizes, and refused by name
-between others, since then the two sides count different heads.
+Imports no vLLM: kinds of specs go by class name. What the adapter does not know the inside of (a state whose channels
+it cannot tell apart, heads in unknown slots) is one opaque cell a rank: right between equal TP sizes, and refused by
+name between others, since then the two sides count different heads.
 """
 
 import logging
@@ -69,9 +69,7 @@ def cache_of(worker: Any) -> Cache:
     )
 
 
-def fields_of(
-    worker: Any, layer: str, nbytes: int, bases: Sequence[int], rank: int, size: int
-) -> tuple[Field, ...]:
+def fields_of(worker: Any, layer: str, nbytes: int, bases: Sequence[int], rank: int, size: int) -> tuple[Field, ...]:
     """Return the fields of one kernel block of a layer: its payload, cut into heads where the adapter knows how.
 
     Parameters
@@ -117,8 +115,8 @@ def fields_of(
 def total_heads(worker: Any, layer: str, spec: Any) -> int | None:
     """Return the KV heads of the whole model that a layer belongs to, None where they cannot be told.
 
-    vLLM's spec holds this rank's heads; which of several totals makes so many on this rank is decided by the model's own
-    configuration, the draft's for its layers. Never heads times TP: replicas would be counted as heads.
+    vLLM's spec holds this rank's heads; which of several totals makes so many on this rank is decided by the model's
+    own configuration, the draft's for its layers. Never heads times TP: replicas would be counted as heads.
     """
     draft = getattr(getattr(worker.vllm_config, "speculative_config", None), "draft_model_config", None)
     totals = []
@@ -182,7 +180,11 @@ def peer_of(worker: Any, own: Cache, meta: Any) -> Cache:
             here = lengths[name]
             padded = here > _payload(ours.fields, own.tp_rank, own.tp_size)
             expected = here if own.tp_size == meta.remote_tp_size else owned
-            if length < owned or stride < length or (length != expected and not (padded and own.tp_size != meta.remote_tp_size)):
+            if (
+                length < owned
+                or stride < length
+                or (length != expected and not (padded and own.tp_size != meta.remote_tp_size))
+            ):
                 raise Unknown(
                     f"layer {name!r}: the peer's blocks are {length} bytes, expected {expected}: its heads at TP "
                     f"{meta.remote_tp_size} times this side's bytes of a head"

@@ -6,7 +6,6 @@ differs: requests whose bytes have certainly arrived are reported as done, and r
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,12 +13,11 @@ from vllm import envs
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake import mooncake_connector as upstream
 
 from kvcompile.adapters.vllm_build import Built
-from kvcompile.adapters.vllm_state import State, count
-from kvcompile.descriptors import Descriptors
-from kvcompile.engines import MooncakeEngine
+from kvcompile.adapters.vllm_engine import hand_over
+from kvcompile.adapters.vllm_state import State
 from kvcompile.errors import TransferError
 
-__all__ = ["hand_over", "serve"]
+__all__ = ["Hooks", "serve"]
 
 logger = logging.getLogger("vllm.kvcompile")
 
@@ -91,31 +89,6 @@ async def serve(worker: Any, state: State, hooks: Hooks, identity: bytes, sock: 
             err_msg="; ".join(dict.fromkeys(failed.values())) or None,
             layout_id=meta.layout_id,
         )
-
-
-def hand_over(worker: Any, state: State, meta_session: str, descriptors: Descriptors) -> None:
-    """Write descriptors through the worker's own engine, in batches that the transport takes; keep vLLM's statistics.
-
-    Raises
-    ------
-    TransferError
-        With the exact ids of the requests whose bytes may be incomplete.
-    """
-    if state.engine is None:
-        state.engine = MooncakeEngine.wrap(worker.engine, f"{worker.hostname}:{worker.rpc_port}")
-    started = time.perf_counter()
-    try:
-        state.engine.write(meta_session, descriptors)
-    except TransferError as error:
-        worker.xfer_stats.record_failed_transfer()
-        count(failed_transfers=1)
-        logger.warning(
-            "Sending to %s failed for %s, complete: %s: %s", meta_session, error.requests, error.complete, error
-        )
-        raise
-    worker.xfer_stats.record_transfer(
-        duration_s=time.perf_counter() - started, total_bytes=descriptors.nbytes, num_descs=len(descriptors)
-    )
 
 
 def _regions(

@@ -1,4 +1,4 @@
-"""The fields of a recurrent state in vLLM's page: what tensor parallelism divides, where the adapter knows it. No layers.
+"""The fields of a recurrent state in vLLM's page: what tensor parallelism divides, where the adapter knows it.
 
 vLLM puts the tensors of ``MambaSpec.shapes`` one behind the other. A gated delta net's convolution holds the channels
 Q | K | V, each divided by itself, so a rank's page is no slice of another TP size's page.

@@ -59,7 +59,7 @@ def compile_regions(local: Sequence[Any], remote: Sequence[Any], sender_plan: Se
     Returns
     -------
     RegionPlan or None
-        None where vLLM's own loop would do something that no table says: fail an assertion, send nothing, overlap itself.
+        None where vLLM's own loop would do what no table says: fail an assertion, send nothing, overlap itself.
     """
     rows = np.zeros(len(local), TABLE)
     keys: list[Lists] = []
@@ -87,8 +87,8 @@ def compile_regions(local: Sequence[Any], remote: Sequence[Any], sender_plan: Se
 def _regular(region: Any, offset: int, nbytes: int) -> bool:
     """Whether a slice lies in its block, and the block before the next one, in 64 bits."""
     return (
-        0 <= offset
-        and 0 < nbytes
+        offset >= 0
+        and nbytes > 0
         and offset + nbytes <= region.kv_block_len
         and region.kv_block_len <= region.block_len < 2**62
         and 0 <= region.base_addr < 2**64 - region.block_len
@@ -111,7 +111,7 @@ def _apart(rows: npt.NDArray[np.void], keys: list[Lists]) -> RegionPlan | None:
         rows[at]["src_group"] = rows[at]["dst_group"] = group
     side = _anywhere(len(lists))
     plan = Plan(rows, tuple(GroupPair(group, group) for group in range(len(lists))), side, side)
-    # What is left are single rows: runs of whole blocks, or blocks apart. Anything else merges in ways vLLM's loop does not.
+    # What is left are single rows: runs of whole blocks, or blocks apart. All else merges in ways vLLM's loop does not.
     return None if np.any(plan._program.lanes[:, item.LANE_KIND] == item.CHAIN) else RegionPlan(plan, tuple(lists))
 
 

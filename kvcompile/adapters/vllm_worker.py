@@ -1,4 +1,4 @@
-"""The overrides of vLLM's Mooncake worker, as functions of a worker: methods of `Worker`, or installed in vLLM's own class.
+"""The overrides of vLLM's Mooncake worker, as functions of a worker: `Worker`'s methods, or installed in vLLM's class.
 
 Each is named as the method that it replaces. They call vLLM's own where it is right, and keep its protocol.
 """
@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake import mooncake_conne
 
 from kvcompile.adapters import vllm_build, vllm_cache, vllm_pair, vllm_send, vllm_table
 from kvcompile.adapters.vllm_build import Built, Rules
+from kvcompile.adapters.vllm_engine import hand_over
 from kvcompile.adapters.vllm_pair import Answer, Pair, Regions
 from kvcompile.adapters.vllm_state import Settings, State, count, state_of
 from kvcompile.cache import Cache
@@ -413,7 +414,7 @@ def _send_blocks(self: Any, remote_session: str, src_ptrs: list[int], dst_ptrs: 
     if listed is not src_ptrs or descriptors is None or not state.settings.engine:
         return _theirs["_send_blocks"](self, remote_session, src_ptrs, dst_ptrs, lengths)  # type: ignore[no-any-return]
     try:
-        vllm_send.hand_over(self, state, remote_session, descriptors)
+        hand_over(self, state, remote_session, descriptors)
     except TransferError:
         return -1
     return 0

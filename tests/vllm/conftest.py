@@ -1,4 +1,4 @@
-"""Tests against the real vLLM: collected only where it is installed (``make test-vllm``); the rest of tests/ needs none."""
+"""Tests against the real vLLM: collected only where it is installed (``make test-vllm``)."""
 
 import importlib.util
 

@@ -1,4 +1,4 @@
-"""A pytest plugin (``-p``) that runs a whole session with `install` active, and says at its end what the builder did."""
+"""A pytest plugin (``-p``): a whole session with `install` active, and at its end what the builder did."""
 
 import os
 from typing import Any

@@ -1,4 +1,4 @@
-"""Stands in for the GPU that vLLM expects: a pytest plugin (``-p``), imported before vLLM. It changes nothing of connectors."""
+"""Stands in for the GPU that vLLM expects: a pytest plugin (``-p``), imported before vLLM."""
 
 import os
 

@@ -1,7 +1,7 @@
-"""Thousands of random pulls against vLLM 0.33.0 itself: exact mode says what vLLM says; where vLLM is wrong, corrections are not.
+"""Thousands of random pulls against vLLM 0.33.0 itself: exact mode says what vLLM says, corrections are right.
 
-An independent oracle (`world`) labels every byte. *Upstream right*: exact mode must give identical lists, corrections on
-or off. *Upstream wrong*: the corrected connector must give the oracle's bytes, or a named refusal.
+An independent oracle (`world`) labels every byte. *Upstream right*: exact mode must give identical lists, corrections
+on or off. *Upstream wrong*: the corrected connector must give the oracle's bytes, or a named refusal.
 """
 
 import asyncio
@@ -31,7 +31,22 @@ Lists = tuple[list[int], list[int], list[int], list[str], str | None]
 def make(rng: random.Random) -> tuple[str, World]:
     """Draw a deployment; each kind is one that connectors meet."""
     kind = rng.choice(
-        ["gqa", "gqa", "window", "mla", "draft", "indexer", "hybrid", "hybrid", "padded", "nvfp4", "rows", "ratio", "odd", "scratch"]
+        [
+            "gqa",
+            "gqa",
+            "window",
+            "mla",
+            "draft",
+            "indexer",
+            "hybrid",
+            "hybrid",
+            "padded",
+            "nvfp4",
+            "rows",
+            "ratio",
+            "odd",
+            "scratch",
+        ]
     )
     tp = rng.choice(PAIRS)
     heads = rng.choice([1, 2, 4, 8])
@@ -185,7 +200,9 @@ def run_world(seed: int, tally: Counter[str]) -> None:
         state_of(exact.worker, Settings.of(corrections="none"))
         state_of(corrected.worker, Settings())
     for number in range(PULLS):
-        run_pull(f"seed {seed}.{number} ({kind})", kind, world, consumer, ranks, ours_of, ask(world, rng, number), tally)
+        run_pull(
+            f"seed {seed}.{number} ({kind})", kind, world, consumer, ranks, ours_of, ask(world, rng, number), tally
+        )
 
 
 def run_pull(
@@ -244,7 +261,9 @@ def run_pull(
     if refusals or ranks[1] is None:
         tally["wrong, refused by name"] += 1
         tally[f"refused: {kind}"] += 1
-        named = all(reason.startswith(("kvcompile: ", "Mooncake ", "Local tensor", "Remote tensor")) for reason in refusals)
+        named = all(
+            reason.startswith(("kvcompile: ", "Mooncake ", "Local tensor", "Remote tensor")) for reason in refusals
+        )
         assert named, f"{where}: {refusals}"
         return
     tally["wrong, corrected"] += 1

@@ -1,6 +1,6 @@
-"""Two deployments over Mooncake TCP on loopback, from ``start_load_kv`` to ``get_finished``: bootstrap, ZMQ, bytes, release.
+"""Two deployments over Mooncake TCP on loopback, ``start_load_kv`` to ``get_finished``, bootstrap and ZMQ included.
 
-All ranks of both sides are connectors of this process, made by vLLM's own factory; each has an engine and memory of its own.
+All ranks of both sides are connectors of this process, made by vLLM's own factory; each has its engine and memory.
 """
 
 import asyncio
@@ -33,6 +33,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake import mooncake_conne
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
 from kvcompile.adapters import vllm
+from kvcompile.engines import MooncakeEngine
+from kvcompile.errors import TransferError
 
 LAYERS, TOKENS, HEAD, BLOCKS = 3, 32, 16, 40
 CELL = 2 * HEAD * 2  # K and V, float16
@@ -147,7 +149,9 @@ def contents(request: str, heads: int, blocks: int) -> np.ndarray:
     return rng.integers(1, 256, (LAYERS, blocks, heads, TOKENS, CELL), dtype=np.uint8)
 
 
-def run(prefill: Side, decode: Side, requests: dict[str, tuple[list[int], list[int]]], bootstrap: str) -> dict[str, set[str]]:
+def run(
+    prefill: Side, decode: Side, requests: dict[str, tuple[list[int], list[int]]], bootstrap: str
+) -> dict[str, set[str]]:
     """Move requests; return who finished where, after a bounded time."""
     for rank, connector in enumerate(prefill.ranks):
         for request, (src, _) in requests.items():
@@ -178,13 +182,13 @@ def run(prefill: Side, decode: Side, requests: dict[str, tuple[list[int], list[i
     names = {f"d-{request}" for request in requests}
     while time.monotonic() < deadline and any(got != names for got in received):
         for got, connector in zip(received, decode.ranks, strict=True):
-            got |= connector.get_finished(set())[1] or set()
+            got.update(connector.get_finished(set())[1] or set())
             done["invalid"] |= {str(block) for block in connector.get_block_ids_with_load_errors()}
         time.sleep(0.02)
     deadline = time.monotonic() + 3
     while time.monotonic() < deadline and any(len(one) < len(requests) for one in sent):
         for one, connector in zip(sent, prefill.ranks, strict=True):
-            one |= connector.get_finished(set())[0] or set()
+            one.update(connector.get_finished(set())[0] or set())
         time.sleep(0.02)
     done["received"] = set.intersection(*received)
     done["sent"] = set.intersection(*sent)
@@ -235,6 +239,37 @@ def test_bytes_and_release(
         assert done["sent"] == {f"p-{request}" for request in REQUESTS}
         if ours_src:
             assert vllm.counters().get("batches", 0) > before.get("batches", 0)
+    finally:
+        decode.close()
+        prefill.close()
+
+
+def test_exact_failure_list(model: str, bootstrap: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A transfer that fails half-way fails the requests it concerns, and no other."""
+    moved = []
+    move, wrap = MooncakeEngine._move, MooncakeEngine.wrap.__func__
+
+    def fails_at_the_end(self: Any, kind: str, session: str, batch: Any) -> None:
+        if len(moved) >= 2 * LAYERS:
+            raise TransferError("planted")
+        moved.append(len(batch))
+        move(self, kind, session, batch)
+
+    monkeypatch.setattr(MooncakeEngine, "_move", fails_at_the_end)
+    monkeypatch.setattr(MooncakeEngine, "wrap", classmethod(lambda cls, *args: wrap(cls, *args, max_descriptors=1)))
+    requests = {"a": ([3, 4], [7, 8]), "b": ([12, 11], [1, 2]), "c": ([22], [33])}
+    prefill = Side("kv_producer", 1, 2, model, True)
+    decode = Side("kv_consumer", 1, 2, model, True)
+    try:
+        done = run(prefill, decode, requests, bootstrap)
+        invalid = {int(block) for block in done["invalid"]}
+        failed = {request for request, (_, dst) in requests.items() if set(dst) & invalid}
+        assert failed
+        assert failed != set(requests), "some requests fail, and not all"
+        assert invalid == {block for request in failed for block in requests[request][1]}
+        for tensor in decode.tensors[0]:
+            for request in set(requests) - failed:
+                assert all(tensor[block].any() for block in requests[request][1])
     finally:
         decode.close()
         prefill.close()

@@ -79,7 +79,7 @@ class Layer:
         return label[heads].ravel()
 
     def spec(self, world: "World", side: str, rank: int) -> Any:
-        size, local = world.tp[side], len(owned(self.heads, rank, world.tp[side]))
+        local = len(owned(self.heads, rank, world.tp[side]))
         pad = world.pad[side]
         common: dict[str, Any] = {"block_size": world.block_size, "dtype": torch.uint8}
         if self.kind == "mla":
@@ -92,7 +92,9 @@ class Layer:
                 block_size=world.block_size,
                 shapes=shapes,
                 dtypes=(torch.uint8,) * len(shapes),
-                mamba_type=MambaAttentionBackendEnum.LINEAR if self.kind == "state" else MambaAttentionBackendEnum.GDN_ATTN,
+                mamba_type=MambaAttentionBackendEnum.LINEAR
+                if self.kind == "state"
+                else MambaAttentionBackendEnum.GDN_ATTN,
                 num_speculative_blocks=world.scratch[side],
             )
         padded = None
@@ -159,7 +161,9 @@ class Rank:
         worker.is_kv_producer, worker.is_kv_consumer = side == "p", side == "d"
         draft = None
         if world.draft_heads is not None:
-            draft = SimpleNamespace(draft_model_config=SimpleNamespace(get_total_num_kv_heads=lambda: world.draft_heads))
+            draft = SimpleNamespace(
+                draft_model_config=SimpleNamespace(get_total_num_kv_heads=lambda: world.draft_heads)
+            )
         worker.vllm_config = SimpleNamespace(speculative_config=draft)
         gdn = next((layer for layer in world.layers if layer.kind == "gdn"), None)
         text = SimpleNamespace()
@@ -303,7 +307,14 @@ def _ids(rng: random.Random) -> list[int]:
 
 
 def _ask_group(
-    world: World, rng: random.Random, one: Asked, kind: str, positions: int, src_free: list[int], dst_free: list[int], index: int
+    world: World,
+    rng: random.Random,
+    one: Asked,
+    kind: str,
+    positions: int,
+    src_free: list[int],
+    dst_free: list[int],
+    index: int,
 ) -> None:
     content = [(index * 16 + position + 1) << 20 for position in range(positions)]
     src: list[int]
@@ -368,6 +379,4 @@ def metadata(cls: type, rank: Rank, requests: list[Asked], extra: dict[str, Any]
 
 def ready(requests: list[Asked]) -> list[tuple[str, Any]]:
     """Return the producer's side of requests, as its scheduler hands it on."""
-    return [
-        (one.name, upstream.SendBlockMeta(one.name, f"t-{one.name}", one.src, asyncio.Event())) for one in requests
-    ]
+    return [(one.name, upstream.SendBlockMeta(one.name, f"t-{one.name}", one.src, asyncio.Event())) for one in requests]
