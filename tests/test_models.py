@@ -7,9 +7,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 import kvcompile
 from kvcompile import LayoutError
+from kvcompile.cli import geometries
 from kvcompile.models import Attention, Delta, Indexer, Latent, Layer, Mamba1, Mamba2, caches, group_names, layers_of
 
 DATA = Path(__file__).parent / "data"
@@ -358,3 +360,38 @@ def test_any_value_of_any_key(path: Path) -> None:
                 with contextlib.suppress(LayoutError):
                     layers_of(found, mtp=True)
             table[key] = value
+
+
+@pytest.mark.parametrize("order", ["hnd", "nhd"])
+@pytest.mark.parametrize(
+    ("built_in", "name", "settings"),
+    [
+        ("qwen3-235b-a22b", "qwen3-235b-a22b", {"block_size": 16}),
+        ("llama-3.3-70b", "llama-3.3-70b", {"block_size": 16}),
+        ("deepseek-v3", "deepseek-v3", {"block_size": 64}),
+        (
+            "kimi-k3-like",
+            "kimi-k3-like",
+            {"block_size": 768, "kernel_block_size": 64, "align": {"state": 884736}},
+        ),
+    ],
+)
+def test_the_demo_s_geometries_are_these(built_in: str, name: str, settings: dict[str, Any], order: str) -> None:
+    """The demo's built-in models lie as these: every field of every layer of a rank."""
+    model = geometries.MODELS[built_in]
+    serving = geometries.Serving(8, order, settings["block_size"])
+    demo = geometries.regions(model, serving, 3, len(model.layers), [4] * len(model.groups()))
+    (cache,) = caches(config(name), tp_size=8, tp_ranks=[3], order=order, num_blocks=4, **settings)
+    starts: dict[object, int] = {}
+    ours: dict[tuple[object, str], object] = {}
+    for region in cache.regions:
+        start = starts.setdefault(region.layer, region.base)
+        for field in region.fields:
+            moved = replace(field, offset=region.base - start + field.offset)
+            ours[region.layer, field.name] = moved, region.block_stride, region.num_blocks, region.kernel_blocks
+    theirs = {
+        (region.layer, field.name): (field, region.block_stride, region.num_blocks, region.kernel_blocks)
+        for region in demo
+        for field in region.fields
+    }
+    assert ours == theirs

@@ -53,7 +53,7 @@ class Latent:
 
 @dataclass(frozen=True)
 class Delta:
-    """Recurrent state of Kimi Delta Attention: three convolution states, row first, then the heads' matrices."""
+    """Recurrent state of Kimi Delta Attention: rows of the convolutions' [Q | K | V], then the heads' matrices."""
 
     heads: int
     rows: int
@@ -63,10 +63,11 @@ class Delta:
 
     def fields(self, serving: Serving, tp_rank: int, tokens: int) -> list[Field]:
         local = _local(self.heads, serving, tp_rank)
-        part = self.rows * local * self.conv_nbytes
-        conv = {"heads": self.heads, "local_heads": local, "tokens": self.rows, "cell_nbytes": self.conv_nbytes}
+        part = local * self.conv_nbytes
+        conv = {"heads": self.heads, "local_heads": 3 * local, "tokens": self.rows, "cell_nbytes": self.conv_nbytes}
         fields = [Field.nhd(f"conv_{name}", offset=place * part, **conv) for place, name in enumerate("qkv")]
-        return [*fields, Field.hnd("ssm", heads=self.heads, tokens=1, cell_nbytes=self.matrix_nbytes, offset=3 * part)]
+        ssm = {"heads": self.heads, "tokens": 1, "cell_nbytes": self.matrix_nbytes}
+        return [*fields, Field.hnd("ssm", offset=3 * self.rows * part, **ssm)]
 
 
 Kind = Dense | Latent | Delta
