@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from kvcompile import handshake, overlap, topology
+from kvcompile import handshake, overlap, overlays, topology
 from kvcompile import tensors as tensors_
 from kvcompile.errors import LayoutError
 from kvcompile.layout import Buffer, Field, Group, Region, Value
@@ -17,6 +17,12 @@ __all__ = ["Cache", "merge"]
 
 MAX_INTERVALS = 1 << 18
 """Contiguous pieces in one block, summed over a cache's distinct geometries: a bound on what validation may cost."""
+
+MAX_ITEMS = {"regions": 1 << 14, "groups": 1 << 10, "buffers": 1 << 16}
+"""Far beyond any model's: bounds on what a peer can make this side look at."""
+
+MAX_CHUNKS = 1 << 20
+"""Registered pieces of all buffers."""
 
 
 class Cache(Value, frozen=True, dict=True):
@@ -60,6 +66,8 @@ class Cache(Value, frozen=True, dict=True):
     def __post_init__(self) -> None:
         self.sequence("regions", Region)
         self.sequence("groups", Group)
+        self._check_count("regions")
+        self._check_count("groups")
         self.integers(1, "tp_size", "dcp_size", "dcp_interleave", "dp_size", most=2**31 - 1)
         self.integers(0, "tp_rank", most=self.tp_size - 1)
         self.integers(0, "dp_rank", most=self.dp_size - 1)
@@ -91,6 +99,11 @@ class Cache(Value, frozen=True, dict=True):
         """Return what every block id of a group lies below, None for a group without regions."""
         return min((r.num_blocks // r.kernel_blocks for r in self.regions if r.group == group), default=None)
 
+    def fold(self, field: Field) -> tuple[list[tuple[int, int]], int]:
+        """Return what is left to walk of a field on this rank, and the contiguous bytes there (`overlap.fold`)."""
+        start, stop = self.shard(field)
+        return overlap.fold(field.head_stride, stop - start, field.token_stride, field.cells, field.cell_nbytes)
+
     def payload(self, regions: Sequence[Region], origin: int, stride: int) -> overlap.Int64:
         """Return the bytes that regions take, as `overlap.pieces` relative to ``origin``.
 
@@ -99,7 +112,7 @@ class Cache(Value, frozen=True, dict=True):
         found = []
         for region in regions:
             for field in region.fields:
-                axes, nbytes = _fold(self, field)
+                axes, nbytes = self.fold(field)
                 axes = [*axes, (region.block_stride, min(region.kernel_blocks, region.num_blocks))]
                 start = overlap.intervals(field.offset + region.base - origin, axes)
                 count = max(region.num_blocks // region.kernel_blocks, 1)
@@ -114,7 +127,7 @@ class Cache(Value, frozen=True, dict=True):
         regions' strides per block id agree; regions of two groups with other strides count as sharing where their
         spans overlap.
         """
-        return _overlays(self)
+        return overlays.owners(self)
 
     def at_rank(self, tp_rank: int) -> "Cache":
         """Describe another rank of the same deployment, with made-up bases: this rank's own.
@@ -126,16 +139,17 @@ class Cache(Value, frozen=True, dict=True):
         LayoutError
             A rank outside ``tp_size``, or one that holds another number of heads: its strides are not known here.
         """
-        other = msgspec.structs.replace(self, tp_rank=tp_rank, instance="")
-        for region in self.regions:
-            for field in region.fields:
-                (start, stop), (first, last) = self.shard(field), other.shard(field)
-                if stop - start != last - first:
-                    raise LayoutError(
-                        f"layer {region.layer!r:.80}, field {field.name!r:.80}: rank {tp_rank} holds {last - first} heads, "
-                        f"expected {stop - start}, as rank {self.tp_rank}"
-                    )
-        return other
+        if isinstance(tp_rank, int) and 0 <= tp_rank < self.tp_size:  # else the constructor says what is wrong
+            for region in self.regions:
+                for field in region.fields:
+                    start, stop = self.shard(field)
+                    first, last = topology.shard(field.heads, tp_rank, self.tp_size, field.replicated)
+                    if stop - start != last - first:
+                        raise LayoutError(
+                            f"layer {region.layer!r:.80}, field {field.name!r:.80}: rank {tp_rank} holds {last - first} "
+                            f"heads, expected {stop - start}, as rank {self.tp_rank}"
+                        )
+        return msgspec.structs.replace(self, tp_rank=tp_rank, instance="")
 
     def to_bytes(self) -> bytes:
         """Encode for the handshake: msgpack, with a version."""
@@ -234,6 +248,11 @@ class Cache(Value, frozen=True, dict=True):
         heads = (stop - start - 1) * field.head_stride
         return field.offset + heads + (field.cells - 1) * field.token_stride + field.cell_nbytes
 
+    def _check_count(self, name: str) -> None:
+        count = len(getattr(self, name))
+        if count > MAX_ITEMS[name]:
+            raise LayoutError(f"Cache: {name} has {count} items, expected at most {MAX_ITEMS[name]}")
+
     def _check_groups(self) -> None:
         seen = set()
         for region in self.regions:
@@ -279,7 +298,7 @@ class Cache(Value, frozen=True, dict=True):
                 )
             starts, sizes = [], []
             for field in region.fields:
-                axes, nbytes = _fold(self, field)
+                axes, nbytes = self.fold(field)
                 budget -= int(np.prod([count for _, count in axes], dtype=object))
                 if budget < 0:
                     region.refuse(
@@ -305,6 +324,10 @@ class Cache(Value, frozen=True, dict=True):
         if self.buffers is None:
             self.put("buffers", tuple(Buffer(start, end - start) for start, end in merge(spans)))
         self.sequence("buffers", Buffer)
+        self._check_count("buffers")
+        chunks = sum(-(-buffer.nbytes // buffer.chunk_nbytes) for buffer in self.buffers if buffer.chunk_nbytes)
+        if chunks > MAX_CHUNKS:
+            raise LayoutError(f"Cache: chunk_nbytes of the buffers make {chunks} chunks, expected at most {MAX_CHUNKS}")
         self.put("buffers", tuple(sorted(self.buffers, key=lambda buffer: buffer.base)))
         for below, above in zip(self.buffers, self.buffers[1:]):  # noqa: B905 (neighbours)
             if below.end > above.base:
@@ -326,55 +349,5 @@ def merge(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     return merged
 
 
-def _fold(cache: Cache, field: Field) -> tuple[list[tuple[int, int]], int]:
-    start, stop = cache.shard(field)
-    return overlap.fold(field.head_stride, stop - start, field.token_stride, field.cells, field.cell_nbytes)
-
-
 def _shape(region: Region) -> tuple[Any, ...]:
     return region.layer, region.group, region.block_stride, region.num_blocks, region.fields, region.kernel_blocks
-
-
-def _overlays(cache: Cache) -> tuple[int, ...]:
-    owner = list(range(len(cache.groups)))
-    spans = sorted((*cache.span(region), number) for number, region in enumerate(cache.regions))
-    cluster: list[int] = []
-    reach = 0
-    for start, end, number in [*spans, (2**64, 2**64, -1)]:
-        if start >= reach:
-            _unite(cache, cluster, owner)
-            cluster = []
-        cluster.append(number)
-        reach = max(reach, end)
-    return tuple(owner)
-
-
-def _unite(cache: Cache, cluster: list[int], owner: list[int]) -> None:
-    """Unite, in ``owner``, the groups that share bytes among regions whose spans hang together."""
-    members: dict[int, list[Region]] = {}
-    for number in cluster:
-        if number >= 0:
-            members.setdefault(cache.regions[number].group, []).append(cache.regions[number])
-    origin = min((region.base for regions in members.values() for region in regions), default=0)
-    strides = {
-        r.block_stride * r.kernel_blocks for rs in members.values() for r in rs if r.num_blocks > r.kernel_blocks
-    }
-    places: dict[int, overlap.Int64] = {}
-    for group, regions in members.items() if len(members) > 1 else ():
-        # Without a common stride there is no common residue: count whole spans as taken.
-        same = len(strides) <= 1
-        places[group] = (
-            cache.payload(regions, origin, max(strides, default=0)) if same else _spans(cache, regions, origin)
-        )
-    groups = sorted(places)
-    for number, a in enumerate(groups):
-        for b in groups[number + 1 :]:
-            if owner[a] != owner[b] and overlap.meet(places[a], places[b]):
-                low, high = sorted((owner[a], owner[b]))
-                owner[:] = [low if group == high else group for group in owner]
-
-
-def _spans(cache: Cache, regions: list[Region], origin: int) -> overlap.Int64:
-    """Return whole spans as if all of them were taken, relative to ``origin``."""
-    spans = [cache.span(region) for region in regions]
-    return np.array([(start - origin, end - origin, 0, 1) for start, end in spans], np.int64)

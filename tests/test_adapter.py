@@ -231,7 +231,7 @@ def test_settings() -> None:
     assert Settings.of(corrections="none").corrections == set()
     assert Settings.of(corrections=["sender_plan"]).corrections == {"sender_plan"}
     for wrong in ({"mode": "fast"}, {"corrections": ["x"]}, {"corrections": "some"}, {"election": "x"}, {"engine": 1}):
-        with pytest.raises(ValueError, match="expected|none of"):
+        with pytest.raises(ValueError, match=r"expected|none of"):
             Settings.of(**wrong)
 
 

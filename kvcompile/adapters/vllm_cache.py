@@ -54,7 +54,7 @@ def cache_of(worker: Any) -> Cache:
     LayoutError
         A layout that the adapter does not know (`Unknown`), or that contradicts itself.
     """
-    regions = []
+    regions: list[Region] = []
     for name, places in _by_layer(worker.registered_layer_names).items():
         bases = [worker.kv_caches_base_addr[at] for at in places]
         strides = {worker.block_len_per_layer[at] for at in places}
@@ -64,8 +64,18 @@ def cache_of(worker: Any) -> Cache:
             raise Unknown(f"layer {name!r}: its {len(places)} regions differ in block length or group")
         fields = fields_of(worker, name, lengths.pop(), bases, worker.tp_rank, worker.tp_size)
         regions += _regions(worker, name, groups.pop(), bases[0], strides.pop(), fields)
+    parallel = getattr(worker.vllm_config, "parallel_config", None)
+    dp_size = max(getattr(parallel, "data_parallel_size", 1), 1)
+    dp_rank = worker.dp_rank if 0 <= getattr(worker, "dp_rank", -1) < dp_size else 0
+    spans = _buffers(worker)
     return Cache(
-        tuple(regions), _groups(worker), _buffers(worker, regions), tp_rank=worker.tp_rank, tp_size=worker.tp_size
+        tuple(regions),
+        _groups(worker),
+        **({"buffers": spans} if spans else {}),
+        tp_rank=worker.tp_rank,
+        tp_size=worker.tp_size,
+        dp_rank=dp_rank,
+        dp_size=dp_size,
     )
 
 
@@ -239,11 +249,11 @@ def _groups(worker: Any) -> tuple[Group, ...]:
     return tuple(Group(spec.block_size, NULL_BLOCK, is_kind(spec, "MambaSpec")) for spec in specs)
 
 
-def _buffers(worker: Any, regions: Sequence[Region]) -> tuple[Buffer, ...] | None:
-    """Return the storages as vLLM registered them; overlapping ones as one."""
+def _buffers(worker: Any) -> tuple[Buffer, ...]:
+    """Return the storages as vLLM registered them, overlapping ones as one; none: as the regions say."""
     lengths = getattr(worker, "_kv_data_lens", [])
     if len(lengths) != len(worker.seen_base_addresses) or not lengths:
-        return None
+        return ()
     spans = [(base, base + nbytes) for base, nbytes in zip(worker.seen_base_addresses, lengths, strict=True)]
     return tuple(Buffer(start, end - start) for start, end in merge(spans))
 

@@ -1,8 +1,8 @@
 """One pair of ranks: is what vLLM would send right, and what to send where it is not. It builds and sends nothing.
 
 vLLM's own answer (its regions and its sender plan) is turned into a table and *proved* against the two caches. Where
-the proof is exact vLLM is right, and exact mode keeps its descriptors. Where it is not, or vLLM refuses, the plan compiled
-from the two caches is the correction, under the name of the override that it takes.
+the proof is exact vLLM is right, and exact mode keeps its descriptors. Where it is not, or vLLM refuses, the plan
+compiled from the two caches is the correction, under the name of the override that it takes.
 """
 
 import logging

@@ -99,7 +99,8 @@ def _regions(
     if meta.remote_tp_rank not in ranks:
         return nothing, (
             Status.ERROR,
-            f"This D tp_rank {meta.remote_tp_rank} is not paired with P tp_rank {worker.tp_rank}; expected one of {ranks}.",
+            f"This D tp_rank {meta.remote_tp_rank} is not paired with P tp_rank {worker.tp_rank}; "
+            f"expected one of {ranks}.",
         )
     if upstream._pp_mismatch_hides_packed_layers(
         worker.pp_size,
@@ -111,8 +112,8 @@ def _regions(
     ):
         return nothing, (
             Status.ERROR,
-            "Mooncake non-page-contiguous packed regions keep only the first layer name, so they cannot be aligned across "
-            f"PP sizes {worker.pp_size} and {meta.remote_pp_size}.",
+            "Mooncake non-page-contiguous packed regions keep only the first layer name, so they cannot be aligned "
+            f"across PP sizes {worker.pp_size} and {meta.remote_pp_size}.",
         )
     if meta.layout_id and not meta.kv_caches_base_addr:
         stored = worker._lookup_peer_layout(meta)

@@ -42,8 +42,8 @@ def _gated_delta(worker: Any, spec: Any, sizes: list[int], size: int) -> tuple[F
     """Return a gated delta net's fields, empty where spec and configuration are not one's."""
     config = getattr(worker.model_config, "hf_text_config", None)
     names = ("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim")
-    values = [getattr(config, name, None) for name in names]
-    if len(spec.shapes) != 2 or not all(isinstance(value, int) and value > 0 for value in values):
+    values = [int(getattr(config, name, 0)) for name in names]
+    if len(spec.shapes) != 2 or min(values) < 1:
         return ()
     k_heads, v_heads, k_dim, v_dim = values
     conv, ssm = spec.shapes

@@ -190,7 +190,7 @@ def _prepare_transfer_regions(self: Any, meta: Any) -> Prepared:
         prepared = _prepare(self, state, meta)
         state.keep(state.layouts, key, prepared)
     self._remember_peer_layout(meta, prepared)
-    return prepared  # type: ignore[no-any-return]
+    return prepared
 
 
 def _prepare(worker: Any, state: State, meta: Any) -> Prepared:
