@@ -68,10 +68,11 @@ def cache_of(worker: Any) -> Cache:
     dp_size = max(getattr(parallel, "data_parallel_size", 1), 1)
     dp_rank = worker.dp_rank if 0 <= getattr(worker, "dp_rank", -1) < dp_size else 0
     spans = _buffers(worker)
+    given: dict[str, Any] = {"buffers": spans} if spans else {}
     return Cache(
         tuple(regions),
         _groups(worker),
-        **({"buffers": spans} if spans else {}),
+        **given,
         tp_rank=worker.tp_rank,
         tp_size=worker.tp_size,
         dp_rank=dp_rank,
