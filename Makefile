@@ -32,8 +32,9 @@ sim: .venv-cuda/test.stamp
 ptx: .venv-cuda/test.stamp
 	$(PYCUDA) $(PYTEST) tests/test_ptx.py
 
-bench: .venv/demo.stamp
-	@$(PY) -m bench.bench_build $(ARGS)
+# All figures of docs/performance.md; `make bench ARGS="build small --compare old.json"` for some of them.
+bench: .venv/bench.stamp
+	@$(PY) -m bench --picture docs/performance.svg $(ARGS)
 
 # docs/families.md: every model in every deployment, proved and moved.
 families: .venv/demo.stamp
@@ -86,6 +87,10 @@ clean:
 	@echo "setting up .venv (the first time only)"
 	@$(PYTHON) -m venv .venv
 	@$(PY) $(PIP) -e './[mooncake,cli]'
+	@touch $@
+
+.venv/bench.stamp: .venv/demo.stamp
+	@$(PY) $(PIP) -e './[mooncake,cli,bench]'
 	@touch $@
 
 .venv/test.stamp: .venv/demo.stamp

@@ -59,7 +59,9 @@ def main() -> None:
         figures.show(console, here)
         console.print(f"{name}: {time.perf_counter() - began:.0f} s\n", highlight=False)
     missed = [figure for figure in found if figure.met is False]
-    console.print(f"{sum(figure.met is True for figure in found)} targets met, {len(missed)} missed; {figures.machine()}")
+    console.print(
+        f"{sum(figure.met is True for figure in found)} targets met, {len(missed)} missed; {figures.machine()}"
+    )
     for figure in missed:
         console.print(f"  {figure.section}, {figure.case}: {figure.target}, got {figure.value:.3g}", highlight=False)
     if options.compare:

@@ -71,7 +71,7 @@ def contiguous_runs(src_ids: list[int], dst_ids: list[int]) -> tuple[list[list[i
 def build(
     regions: list[Span], src_lists: Sequence[list[int]], dst_lists: Sequence[list[int]]
 ) -> tuple[list[int], list[int], list[int]]:
-    """Return the source addresses, destination addresses and lengths of all copies, as lists; ids are one list a group."""
+    """Return source addresses, destination addresses and lengths of all copies, as lists; ids are one list a group."""
     src_addresses: list[int] = []
     dst_addresses: list[int] = []
     lengths: list[int] = []

@@ -27,7 +27,9 @@ def _one(case: shapes.Case, named: bool, seconds: float) -> list[Figure]:
     """Time one case, after one call of each builder whose results are compared; ``named``: it is the facts page's."""
     plan, spans, request = kvcompile.compile(case.src, case.dst), baseline.spans(case.src, case.dst), case.request
     lists = [request]
-    arrays = [Request("request", *([np.array(ids) for ids in side] for side in (request.src_blocks, request.dst_blocks)))]
+    arrays = [
+        Request("request", *([np.array(ids) for ids in side] for side in (request.src_blocks, request.dst_blocks)))
+    ]
     out, theirs = plan.build(lists), baseline.build(spans, request.src_blocks, request.dst_blocks)
     vllm = vllm_builder.builder(case)
     if out.failed or len(theirs[0]) != case.descriptors or not _same(out, theirs):
@@ -87,25 +89,22 @@ def small(seconds: float) -> list[Figure]:
     """One request of 16 blocks over 94 layers, where the published median of 128 descriptors lives."""
     src, dst = (shapes.gqa(94, 4, 4096, base, 1, 4) for base in (shapes.SRC_BASE, shapes.DST_BASE))
     plan, found = kvcompile.compile(src, dst), []
-    for name, run in (("contiguous", 16), ("runs of 4", 4), ("scattered", 1)):
-        requests = [Request("request", [shapes.ids(16, run, 1)], [shapes.ids(16, run, 2)])]
-        spans, one = baseline.spans(src, dst), requests[0]
+    spans, section = baseline.spans(src, dst), "Small request: 16 blocks, 94 layers, lists to Descriptors"
+    for case, run in (("contiguous", 16), ("runs of 4", 4), ("scattered", 1)):
+        left, right = [shapes.ids(16, run, 1)], [shapes.ids(16, run, 2)]
+        requests = [Request("request", left, right)]
         taken = times(
             {
-                "ours": (lambda requests=requests: plan.build(requests), SMALL_CALLS),
-                "baseline": (lambda: baseline.build(spans, one.src_blocks, one.dst_blocks), 3),  # noqa: B023
+                "ours": (lambda requests=requests: plan.build(requests), SMALL_CALLS),  # type: ignore[misc]
+                "baseline": (lambda left=left, right=right: baseline.build(spans, left, right), 3),  # type: ignore[misc]
             },
             seconds,
         )
         ours = np.array(taken["ours"]) * 1e6
-
-        def figure(metric: str, value: float, unit: str = "us", **target: float) -> Figure:
-            return Figure("Small request: 16 blocks, 94 layers, lists to Descriptors", name, metric, value, unit, **target)  # noqa: B023
-
-        found.append(figure("descriptors", len(plan.build(requests)), ""))
-        found.append(figure("median", float(np.median(ours)), most=30.0))
-        found.append(figure("p99", float(np.quantile(ours, 0.99))))
-        found.append(figure("baseline", statistics.median(taken["baseline"]) * 1e6))
+        found.append(Figure(section, case, "descriptors", len(plan.build(requests))))
+        found.append(Figure(section, case, "median", float(np.median(ours)), "us", most=30.0))
+        found.append(Figure(section, case, "p99", float(np.quantile(ours, 0.99)), "us"))
+        found.append(Figure(section, case, "baseline", statistics.median(taken["baseline"]) * 1e6, "us"))
     return found
 
 

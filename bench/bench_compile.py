@@ -106,6 +106,10 @@ def start(seconds: float) -> list[Figure]:
 
 def _process(environment: dict[str, str]) -> list[float]:
     result = subprocess.run(
-        [sys.executable, "-c", FIRST_PLAN], env={**os.environ, **environment}, capture_output=True, check=True, timeout=300
+        [sys.executable, "-c", FIRST_PLAN],
+        env={**os.environ, **environment},
+        capture_output=True,
+        check=True,
+        timeout=300,
     )
     return json.loads(result.stdout)  # type: ignore[no-any-return]

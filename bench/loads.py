@@ -18,9 +18,7 @@ def batches() -> list[shapes.Case]:
     """Mooncake#826: batches of 128, 2,176, 12,416 and 119,296 descriptors; (ours) K and V of 32 layers, scattered."""
     src, dst = (shapes.gqa(64, 1, 4096, base, 0, 1) for base in (MEMORY, 2 * MEMORY))
     names = {"p50": 128, "p80": 2_176, "p90": 12_416, "p99": 119_296}
-    return [
-        shapes.case(f"Mooncake#826 {name}", src, dst, count // 64, 1, count, None) for name, count in names.items()
-    ]
+    return [shapes.case(f"Mooncake#826 {name}", src, dst, count // 64, 1, count, None) for name, count in names.items()]
 
 
 def rows() -> shapes.Case:

@@ -1,6 +1,6 @@
-"""vLLM's own `_build_transfer_params`, on the caches and requests of the other benchmarks; only where vLLM is importable.
+"""vLLM's own `_build_transfer_params` on the caches and requests of the other benchmarks, where vLLM is importable.
 
-Its worker is made without its constructor, which wants a GPU and a scheduler: the builder reads a handful of attributes.
+Its worker is made without its constructor, which wants a GPU and a scheduler: the builder reads few attributes.
 """
 
 import os

@@ -54,6 +54,18 @@ def warmup() -> None:
 
 
 @app.command()
+def bench(
+    seconds: Annotated[float, typer.Option(min=0.01, help="Time for each measured case.")] = 0.5,
+) -> None:
+    """Time descriptor builds on this machine; the whole set of benchmarks is `make bench` in a checkout."""
+    from kvcompile import warmup as compile_kernels  # noqa: PLC0415
+    from kvcompile.cli.bench import run  # noqa: PLC0415
+
+    compile_kernels()
+    Console().print(run(seconds))
+
+
+@app.command()
 def demo(
     model: Annotated[
         str, typer.Option(help="qwen3-235b-a22b, llama-3.3-70b, deepseek-v3 or kimi-k3-like.")
