@@ -25,8 +25,17 @@ __all__ = ["GroupPair", "arrange", "lower", "periods"]
 Int64 = npt.NDArray[np.int64]
 Pieces = npt.NDArray[np.void]
 
-MAX_CELLS = 1 << 24
-"""Cells in one period of one field: beyond it two block sizes have no useful period, and lowering would not end."""
+MAX_BLOCKS = 1 << 12
+"""Blocks of either side in one period: beyond it two block sizes have no useful period."""
+
+MAX_CELLS = 1 << 19
+"""Cells that are walked, over all distinct geometries. Like the next two a bound on what a peer can ask for."""
+
+MAX_PIECES = 1 << 21
+"""Pieces that may touch each other, and are sorted together."""
+
+MAX_ROWS = 1 << 19
+"""Rows of a table."""
 
 
 class GroupPair(NamedTuple):
@@ -78,6 +87,7 @@ class _Walked(NamedTuple):
     key: tuple[object, ...]
     pieces: Pieces
     hull: tuple[int, int]
+    cells: int
 
 
 class _Pair(NamedTuple):
@@ -134,18 +144,22 @@ def lower(
     Raises
     ------
     LayoutError
-        A layer that both hold, with other fields, heads, cell bytes, tokens of a cell, rows of state or state flags.
+        A layer that both hold, with other fields, heads, cell bytes, tokens of a cell, rows of state or state flags;
+        block sizes without a useful common period, or a table beyond what any deployment has.
     """
     src_places, dst_places = _places(src, layers), _places(dst, layers)
     walked: dict[tuple[object, ...], _Walked] = {}
     found: dict[tuple[int, ...], list[_Pair]] = {}
-    pairs = set()
+    pairs: set[GroupPair] = set()
+    cells = 0
     for layer in (layer for layer in dst_places if layer in src_places):
         for a, b in _match(layer, src_places[layer], dst_places[layer]):
-            pairs.add(GroupPair(a.region.group, b.region.group))
+            if GroupPair(a.region.group, b.region.group) not in pairs:
+                pairs.add(_group_pair(a, b))
             key = (a.geometry, b.geometry)
             if key not in walked:
-                walked[key] = _walk(key, a, b, election)
+                walked[key] = _walk(key, a, b, election, MAX_CELLS - cells)
+                cells += walked[key].cells
             if len(walked[key].pieces):
                 pair = _Pair(a, b, walked[key])
                 found.setdefault(pair.kind, []).append(pair)
@@ -179,8 +193,8 @@ def _places(cache: Cache, layers: Collection[str | int] | None) -> dict[str | in
 def _match(layer: str | int, src: dict[str, _Place], dst: dict[str, _Place]) -> list[tuple[_Place, _Place]]:
     """Pair the fields of a layer by name; what is paired must be the same tensor."""
     if src.keys() != dst.keys():
-        names = f"src has fields {sorted(src)}, dst has {sorted(dst)}"
-        raise LayoutError(f"layer {layer!r}: {names}, expected the same names")
+        names = f"src has fields {sorted(src)!r:.200}, dst has {sorted(dst)!r:.200}"
+        raise LayoutError(f"layer {layer!r:.80}: {names}, expected the same names")
     matched = []
     for name, a in src.items():
         b = dst[name]
@@ -194,21 +208,35 @@ def _match(layer: str | int, src: dict[str, _Place], dst: dict[str, _Place]) -> 
         ):
             if values[0] != values[1]:
                 given = f"{what} is {values[0]} on src and {values[1]} on dst"
-                raise LayoutError(f"layer {layer!r}, field {name!r}: {given}, expected the same")
+                if what == "heads" and a.field.heads * a.field.cell_nbytes == b.field.heads * b.field.cell_nbytes:
+                    given += " (of equal bytes in all: heads lie inside a cell, which cannot be cut)"
+                raise LayoutError(f"layer {layer!r:.80}, field {name!r:.80}: {given}, expected the same")
         matched.append((a, b))
     return matched
 
 
-def _walk(key: tuple[object, ...], src: _Place, dst: _Place, election: str) -> _Walked:
-    pieces = join(_cells(src, dst, election))
+def _group_pair(src: _Place, dst: _Place) -> GroupPair:
+    groups = src.cache.groups[src.region.group], dst.cache.groups[dst.region.group]
+    blocks = periods(groups[0].block_size, groups[1].block_size, groups[0].state)
+    if max(blocks) > MAX_BLOCKS:
+        raise LayoutError(
+            f"layer {src.region.layer!r:.80}: blocks of {groups[0].block_size} and {groups[1].block_size} tokens make "
+            f"periods of {blocks[0]} and {blocks[1]} blocks, expected at most {MAX_BLOCKS}"
+        )
+    return GroupPair(src.region.group, dst.region.group)
+
+
+def _walk(key: tuple[object, ...], src: _Place, dst: _Place, election: str, most: int) -> _Walked:
+    cells = _cells(src, dst, election, most)
+    pieces = join(cells)
     if not len(pieces):
-        return _Walked(key, pieces, (0, 0))
+        return _Walked(key, pieces, (0, 0), 0)
     begin = pieces["src_origin"] + pieces["src_phase"].astype(np.uint64) * np.uint64(src.stride)
     end = int((begin + pieces["length"]).max()) + int(pieces["src_step"][0]) * src.stride
-    return _Walked(key, pieces, (int(begin.min()), end))
+    return _Walked(key, pieces, (int(begin.min()), end), len(cells))
 
 
-def _cells(src: _Place, dst: _Place, election: str) -> Pieces:
+def _cells(src: _Place, dst: _Place, election: str, most: int) -> Pieces:
     """Walk the cells of one period that this src rank is elected to send; origins are relative to the regions' bases.
 
     Token t of a context-parallel field is on place ``t // interleave % size``, there number
@@ -217,11 +245,11 @@ def _cells(src: _Place, dst: _Place, election: str) -> Pieces:
     heads, part, parts = _elected_heads(src, dst, election)
     period = math.lcm(src.tokens * src.dcp, dst.tokens * dst.dcp)
     per_cell = src.field.tokens_per_cell
-    if len(heads) * (period // per_cell) > MAX_CELLS:
+    if len(heads) * (period // per_cell) > most:
         raise LayoutError(
-            f"layer {src.region.layer!r}, field {src.field.name!r}: blocks of {src.tokens * src.dcp} and "
+            f"layer {src.region.layer!r:.80}, field {src.field.name!r:.80}: blocks of {src.tokens * src.dcp} and "
             f"{dst.tokens * dst.dcp} tokens make {len(heads) * (period // per_cell)} cells in a period, expected at "
-            f"most {MAX_CELLS}"
+            f"most {most}, which is what other fields have left of {MAX_CELLS}"
         )
     token = np.arange(0, period if len(heads) else 0, per_cell, dtype=np.int64)
     for place in (src, dst):
@@ -292,6 +320,11 @@ def _fold_cluster(
     if bridge_padding:  # depends on what else lies around
         key = (*key, src.region.base, dst.region.base)
     if key not in folded:
+        if sum(len(pair.walked.pieces) for pair in cluster) > MAX_PIECES:
+            raise LayoutError(
+                f"layer {src.region.layer!r:.80} and {len(cluster) - 1} more fields whose memory hangs together: over "
+                f"{MAX_PIECES} pieces in a period, expected fewer"
+            )
         pieces = [_shift(pair.walked.pieces, *shift) for pair, shift in zip(cluster, shifts, strict=True)]
         joined = pieces[0] if len(pieces) == 1 else join(np.concatenate(pieces))
         if bridge_padding:
@@ -304,7 +337,10 @@ def _fold_cluster(
 
 def _placed(folded: Collection[_Folded]) -> Pieces:
     """Return the rows of all clusters where they stand, with their groups and buffers."""
-    table = np.empty(sum(len(rows) * len(places) for rows, places in folded), JOINED)
+    size = sum(len(rows) * len(places) for rows, places in folded)
+    if size > MAX_ROWS:
+        raise LayoutError(f"the table of these caches has {size} rows, expected at most {MAX_ROWS}")
+    table = np.empty(size, JOINED)
     at = 0
     for rows, places in folded:
         here = table[at : at + len(rows) * len(places)]

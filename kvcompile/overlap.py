@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["collide", "fold", "intervals", "meet", "pieces"]
+__all__ = ["collide", "crosses", "fold", "intervals", "meet", "pieces"]
 
 Int64 = npt.NDArray[np.int64]
 
@@ -89,13 +89,15 @@ def collide(rectangles: Int64) -> bool:
     return False
 
 
+def crosses(rectangle: Iterable[int], others: Int64) -> npt.NDArray[np.bool_]:
+    """Return which of ``others`` (int64 [n, 4]) a rectangle intersects."""
+    lo, hi, first, last = rectangle
+    found: npt.NDArray[np.bool_] = (
+        (lo < others[:, 1]) & (others[:, 0] < hi) & (first < others[:, 3]) & (others[:, 2] < last)
+    )
+    return found
+
+
 def meet(a: Int64, b: Int64) -> bool:
     """Return whether any rectangle of ``a`` intersects any of ``b`` (int64 [n, 4] each; O(len(a) * len(b)))."""
-    return any(
-        bool(np.any((lo < b[:, 1]) & (b[:, 0] < hi) & (first < b[:, 3]) & (b[:, 2] < last)))
-        for lo, hi, first, last in _rows(a)
-    )
-
-
-def _rows(a: Int64) -> Iterable[tuple[int, int, int, int]]:
-    return map(tuple, a.tolist())
+    return any(bool(np.any(crosses(rectangle, b))) for rectangle in a.tolist())
