@@ -43,7 +43,7 @@ BAD_IDS: list[object] = [
 ]
 
 
-@pytest.mark.parametrize("bad", BAD_IDS, ids=lambda bad: repr(bad)[:40])
+@pytest.mark.parametrize("bad", BAD_IDS, ids=lambda bad: repr(bad)[:40].split(" at 0x")[0])
 @pytest.mark.parametrize("side", ["src", "dst"])
 def test_ids_of_the_wrong_kind(bad: object, side: str) -> None:
     lists = {"src": [[1, 3]], "dst": [[2, 4]], side: [bad]}
