@@ -59,7 +59,7 @@ PYVLLM = .venv-vllm/bin/python
 
 test-vllm: .venv-vllm/test.stamp
 	cd .venv-vllm/upstream && PYTHONPATH=.:$(CURDIR)/tests/vllm ../bin/python -m pytest -q -p stand_in -p installed \
-	  -p no:cacheprovider -W ignore --rootdir=. --confcutdir=$(VLLM_UNIT) $(VLLM_TESTS) --deselect $(VLLM_DESELECT)
+	  -p no:cacheprovider -p no:hypothesispytest -W ignore --rootdir=. --confcutdir=$(VLLM_UNIT) $(VLLM_TESTS) --deselect $(VLLM_DESELECT)
 	$(PYVLLM) -m pytest -p no:cacheprovider -W ignore -n 2 tests/vllm $(ARGS)
 
 bench-vllm: .venv-vllm/test.stamp

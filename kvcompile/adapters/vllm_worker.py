@@ -176,6 +176,8 @@ def validate_region_lengths(
 def _prepare_transfer_regions(self: Any, meta: Any) -> Prepared:
     """Return vLLM's regions where they are right, else regions with a compiled pair, or why neither can be."""
     state = _state(self)
+    if not state.settings.corrections and state.settings.mode == "exact":
+        return _theirs["_prepare_transfer_regions"](self, meta)  # type: ignore[no-any-return]
     key = (
         *(meta.remote_hostname, meta.remote_port, meta.remote_tp_size, meta.remote_tp_rank, meta.remote_pp_size),
         *map(tuple, (meta.kv_caches_base_addr, meta.block_lens, meta.kv_block_lens, meta.registered_layer_names)),
