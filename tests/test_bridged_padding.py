@@ -56,7 +56,7 @@ def test_a_field_in_the_gap_on_either_side_stays() -> None:
         lists[side].append([])
         built = bridged(*caches).build([Request("r", *lists)])
         assert not built.failed
-        # From the second layer's payload on, the free bytes up to the next block's first layer are bridged all the same.
+        # From the second layer on, the free bytes up to the next block's first layer are bridged all the same.
         assert replay.triples(built) == [(300, B + 300, 20), (324, B + 324, 96), (424, B + 424, 20)]
 
 
