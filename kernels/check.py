@@ -5,10 +5,13 @@ import numpy as np
 from kvcompile._jit import jit
 from kvcompile.kernels import item
 
-__all__ = ["check", "conflict"]
+__all__ = ["check", "check_lists", "conflict", "window"]
 
 refuses = jit(item.refuses)
 align = jit(item.align)
+first_period = jit(item.first_period)
+part_start = jit(item.part_start)
+is_null = jit(item.is_null)
 overlap_start = jit(item.overlap_start)
 overlap_stop = jit(item.overlap_stop)
 slot = jit(item.slot)
@@ -59,6 +62,23 @@ def check_lists(program, batch, r, status, aligned):
 
 
 @jit
+def window(kind, line):
+    """Return the periods [start, stop) of a class in which both sides have given a block; empty if stop <= start."""
+    start = max(
+        first_period(line[item.SRC_START], line[item.SRC_SHIFT], kind[item.SRC_PHASE], kind[item.SRC_STEP]),
+        first_period(line[item.DST_START], line[item.DST_SHIFT], kind[item.DST_PHASE], kind[item.DST_STEP]),
+    )
+    stop = min(
+        first_period(line[item.SRC_STOP], line[item.SRC_SHIFT], kind[item.SRC_PHASE], kind[item.SRC_STEP]),
+        first_period(line[item.DST_STOP], line[item.DST_SHIFT], kind[item.DST_PHASE], kind[item.DST_STEP]),
+    )
+    if kind[item.PARTS] > 1:
+        start = max(start, part_start(line[item.FROM], line[item.TO], kind[item.PART], kind[item.PARTS]))
+        stop = min(stop, part_start(line[item.FROM], line[item.TO], kind[item.PART] + 1, kind[item.PARTS]))
+    return start, stop
+
+
+@jit
 def check_ids(groups, ids, at, r, side, status):
     for g in range(len(groups)):
         bound, has_null, null = groups[g, item.BOUND], groups[g, item.HAS_NULL], groups[g, item.NULL]
@@ -101,7 +121,7 @@ def conflict(program, batch, work):
                 begin = at[r * len(groups) + g]
                 for k in range(begin, at[r * len(groups) + g + 1]):
                     block = ids[k]
-                    if has_null != 0 and block == null:
+                    if is_null(block, has_null, null):
                         continue
                     place = slot(block, mask)
                     while slots[place] >= 0 and ids[slots[place]] != block:
@@ -124,7 +144,7 @@ def ascend(program, batch, space):
         group = groups[k % len(groups)]
         if group[item.OVERLAY] == space:
             for block in batch.dst_ids[batch.dst_at[k] : batch.dst_at[k + 1]]:
-                if group[item.HAS_NULL] != 0 and block == group[item.NULL]:
+                if is_null(block, group[item.HAS_NULL], group[item.NULL]):
                     continue
                 if block <= before:
                     return False

@@ -9,13 +9,13 @@ import numpy as np
 from kvcompile._jit import entry, jit
 from kvcompile.kernels import item
 from kvcompile.kernels.arrays import Batch, Program, Work
-from kvcompile.kernels.check import check, conflict
+from kvcompile.kernels.check import check, conflict, window
 from kvcompile.kernels.order import sort, sorted_already
 
-first_period = jit(item.first_period)
-part_start = jit(item.part_start)
 src_blocks_of = jit(item.src_blocks_of)
 opens_run = jit(item.opens_run)
+is_null = jit(item.is_null)
+touches = jit(item.touches)
 address = jit(item.address)
 
 
@@ -78,7 +78,7 @@ def cover(program, batch, work):
             if nulls == 0 and ends == 2:
                 continue
             for j in range(line[item.DST_STOP]):
-                if dst_group[item.HAS_NULL] != 0 and batch.dst_ids[d + j] == dst_group[item.NULL]:
+                if is_null(batch.dst_ids[d + j], dst_group[item.HAS_NULL], dst_group[item.NULL]):
                     continue
                 start, stop = src_blocks_of(j - line[item.DST_SHIFT], src_size, dst_size, num_tokens)
                 start, stop = start + line[item.SRC_SHIFT], stop + line[item.SRC_SHIFT]
@@ -117,17 +117,7 @@ def mark_class(program, batch, work, r, c, extent):
         kind[item.DST_STEP],
         kind[item.DST_PHASE],
     )
-    start = max(
-        first_period(line[item.SRC_START], line[item.SRC_SHIFT], src_phase, src_step),
-        first_period(line[item.DST_START], line[item.DST_SHIFT], dst_phase, dst_step),
-    )
-    stop = min(
-        first_period(line[item.SRC_STOP], line[item.SRC_SHIFT], src_phase, src_step),
-        first_period(line[item.DST_STOP], line[item.DST_SHIFT], dst_phase, dst_step),
-    )
-    if kind[item.PARTS] > 1:
-        start = max(start, part_start(line[item.FROM], line[item.TO], kind[item.PART], kind[item.PARTS]))
-        stop = min(stop, part_start(line[item.FROM], line[item.TO], kind[item.PART] + 1, kind[item.PARTS]))
+    start, stop = window(kind, line)
     if stop <= start:
         return
     extent[item.PERIOD_START], extent[item.PERIOD_STOP] = start, stop
@@ -297,9 +287,9 @@ def chain(program, batch, work, r, lane, src, dst, length):
             src_block = batch.src_ids[i + period * kind[item.SRC_STEP] + kind[item.SRC_PHASE]]
             dst_block = batch.dst_ids[j + period * kind[item.DST_STEP] + kind[item.DST_PHASE]]
             src_group, dst_group = program.src_groups[pair[item.SRC_GROUP]], program.dst_groups[pair[item.DST_GROUP]]
-            if src_group[item.HAS_NULL] != 0 and src_block == src_group[item.NULL]:
+            if is_null(src_block, src_group[item.HAS_NULL], src_group[item.NULL]):
                 continue
-            if dst_group[item.HAS_NULL] != 0 and dst_block == dst_group[item.NULL]:
+            if is_null(dst_block, dst_group[item.HAS_NULL], dst_group[item.NULL]):
                 continue
             src_at = address(row[item.SRC_ORIGIN], src_block, row[item.SRC_STRIDE])
             dst_at = address(row[item.DST_ORIGIN], dst_block, row[item.DST_STRIDE])
@@ -311,7 +301,7 @@ def chain(program, batch, work, r, lane, src, dst, length):
                 work.scratch[2, found], work.scratch[3, found] = row[item.LENGTH], row[item.TAIL]
                 found += 1
                 continue
-            merges = made > 0 and src_at == src_end + tail and dst_at == dst_end + tail
+            merges = made > 0 and touches(src_at, dst_at, src_end, dst_end, tail)
             made += emit(merges, writes, made, tail, src_at, dst_at, row[item.LENGTH], src, dst, length)
             tail, src_end, dst_end = row[item.TAIL], src_at + row[item.LENGTH], dst_at + row[item.LENGTH]
     if found == 0:
@@ -320,7 +310,7 @@ def chain(program, batch, work, r, lane, src, dst, length):
     for k in sort(delta, by_src, work.scratch[4:]):
         src_at = rows[0, item.SRC_ORIGIN] + by_src[k]
         dst_at = rows[0, item.DST_ORIGIN] + by_src[k] - delta[k]
-        merges = made > 0 and src_at == src_end + tail and dst_at == dst_end + tail
+        merges = made > 0 and touches(src_at, dst_at, src_end, dst_end, tail)
         made += emit(merges, writes, made, tail, src_at, dst_at, work.scratch[2, k], src, dst, length)
         tail, src_end, dst_end = work.scratch[3, k], src_at + work.scratch[2, k], dst_at + work.scratch[2, k]
     return made

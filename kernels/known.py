@@ -10,7 +10,7 @@ import numpy as np
 from kvcompile._jit import entry, jit
 from kvcompile.kernels import item
 from kvcompile.kernels.arrays import Batch, Program
-from kvcompile.kernels.check import check_lists
+from kvcompile.kernels.check import check_lists, window
 
 __all__ = ["count_candidates"]
 
@@ -57,8 +57,6 @@ WINDOW_START, WINDOW_STOP, WINDOW_COLUMNS = range(3)
 # Columns of a (request, lane): its first candidate among all, and the period that it starts with.
 SEGMENT_AT, SEGMENT_PERIOD, SEGMENT_COLUMNS = range(3)
 
-first_period = jit(item.first_period)
-part_start = jit(item.part_start)
 src_blocks_of = jit(item.src_blocks_of)
 cuts = jit(item.cuts)
 
@@ -101,7 +99,9 @@ def count_candidates(program, batch, status, aligned, windows, segments, covers,
                 covered += uncertain(program, batch, r, p, aligned[r, p])
         if good:
             for c in range(len(program.classes)):
-                write_window(program.classes[c], aligned[r, program.classes[c, item.CLASS_PAIR]], windows[r, c])
+                start, stop = window(program.classes[c], aligned[r, program.classes[c, item.CLASS_PAIR]])
+                if stop > start:
+                    windows[r, c, WINDOW_START], windows[r, c, WINDOW_STOP] = start, stop
         for number in range(lanes):
             segments[r * lanes + number, SEGMENT_AT], segments[r * lanes + number, SEGMENT_PERIOD] = at, 0
             if not good or number >= len(program.lanes):
@@ -150,29 +150,11 @@ def uncertain(program, batch, r, p, line):
 
 
 @jit
-def write_window(kind, line, window):
-    """Write the periods of a class in which both sides have given a block."""
-    start = max(
-        first_period(line[item.SRC_START], line[item.SRC_SHIFT], kind[item.SRC_PHASE], kind[item.SRC_STEP]),
-        first_period(line[item.DST_START], line[item.DST_SHIFT], kind[item.DST_PHASE], kind[item.DST_STEP]),
-    )
-    stop = min(
-        first_period(line[item.SRC_STOP], line[item.SRC_SHIFT], kind[item.SRC_PHASE], kind[item.SRC_STEP]),
-        first_period(line[item.DST_STOP], line[item.DST_SHIFT], kind[item.DST_PHASE], kind[item.DST_STEP]),
-    )
-    if kind[item.PARTS] > 1:
-        start = max(start, part_start(line[item.FROM], line[item.TO], kind[item.PART], kind[item.PARTS]))
-        stop = min(stop, part_start(line[item.FROM], line[item.TO], kind[item.PART] + 1, kind[item.PARTS]))
-    if stop > start:
-        window[WINDOW_START], window[WINDOW_STOP] = start, stop
-
-
-@jit
 def union(rows, windows):
     """Return the periods of a lane: from the first to the last of any of its rows."""
     start, stop = np.int64(2**62), np.int64(-(2**62))
     for row in rows:
-        window = windows[row[item.CLASS]]
-        if window[WINDOW_START] < window[WINDOW_STOP]:
-            start, stop = min(start, window[WINDOW_START]), max(stop, window[WINDOW_STOP])
+        first, last = windows[row[item.CLASS], WINDOW_START], windows[row[item.CLASS], WINDOW_STOP]
+        if first < last:
+            start, stop = min(start, first), max(stop, last)
     return start, stop
