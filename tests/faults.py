@@ -215,8 +215,8 @@ def frozen_beyond_the_transport() -> str:
         assert "Mooncake answered -1" in str(error)
         assert error.requests == NAMES
         assert here.landed() == 0
-        refused = failure(lambda: here.engine.write(other.session, built, 2, retries=1), TransferError)
-        assert refused.barred
+        asked = failure(lambda: here.engine.write(other.session, built, 2, retries=1), HandshakeError)
+        assert "no answer" in str(asked)
         other.signal(signal.SIGCONT)
         here.until_landed()
         time.sleep(1)
@@ -272,11 +272,15 @@ def unregistered_under_way() -> str:
         other.renew()
         refused = failure(lambda: here.engine.write(other.session, built, PATIENCE, retries=2), HandshakeError)
         assert re.search(f"digest {other.cache.digest}, expected {built.digests[1]}", str(refused))
-        assert here.landed() == landed
+        # Mooncake goes on with the failed batch, once a second, and the peer takes it now that the addresses are
+        # registered again. Nobody can call that back; it is why the failed requests' blocks are not safe.
+        time.sleep(1.5)
+        late = here.check(other, built, error.complete, error.requests) - landed
         built = here.build(other.cache)
         here.engine.write(other.session, built, PATIENCE, retries=2)
         here.check(other, built, NAMES)
-        return f"TransferError, {landed / built.nbytes:.0%} there; two retries refused by digest; new plan: right"
+        share = f"{landed / built.nbytes:.0%} there, {late} bytes later"
+        return f"TransferError, {share}; two retries refused by digest; new plan: right"
 
 
 def queue_limit() -> str:

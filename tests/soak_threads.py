@@ -11,9 +11,7 @@ BUILDS = 10_000
 def soak(say: Callable[[str], None]) -> dict[str, int]:
     """Run both; return the figures. AssertionError for a wrong byte, a build that differs, or memory that grows."""
     figures = crowd(SECONDS)
-    say(
-        f"{THREADS} threads, {SECONDS} s: {figures.builds:,} builds as one thread's, {figures.transfers:,} transfers right"
-    )
+    say(f"{THREADS} threads, {SECONDS} s: {figures.builds:,} builds equal, {figures.transfers:,} transfers right")
     grown = leak(BUILDS)
     say(f"{BUILDS:,} builds: {grown:+,} bytes of memory")
     assert grown < 8 << 20, f"memory grew by {grown:,} bytes"

@@ -10,7 +10,7 @@ import pytest
 
 import kvcompile
 from kvcompile import Cache, Descriptors, HandshakeError, Request, TransferError
-from kvcompile.engines import LocalEngine, base, digests
+from kvcompile.engines import LocalEngine, digests
 from kvcompile.engines.digests import Responder
 from tests.peer import CANARY, copies, rank, whole
 from tests.test_engines import Slow, five_requests
@@ -303,18 +303,39 @@ def test_bars_without_a_digest_wait_for_the_end() -> None:
     assert engine.barred("peer") == ((0, 4),)
 
 
-def test_slow_failures_bar_also_when_a_retry_succeeds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(base, "SLOW_S", -1.0)
+def test_failures_bar_also_when_a_retry_succeeds(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Failing(1)
     engine.write("peer", five_requests(), retries=1, digest=DIGEST, ask=answers(DIGEST))
     assert engine.rows == list(range(10))
     assert engine.barred("peer") == ((4, 8),)
-    with pytest.raises(TransferError, match="ran into the transport's timeout"):
-        engine.write("peer", five_requests(), retries=1, digest=DIGEST, ask=answers(DIGEST))
-    monkeypatch.setattr(base, "SLOW_S", 3600.0)
+    for how in ({}, {"retries": 1, "digest": DIGEST, "ask": answers(DIGEST)}):
+        with pytest.raises(TransferError, match="a batch that failed, of which the transport may still send") as caught:
+            engine.write("peer", five_requests(), **how)
+        assert caught.value.barred == ((4, 8),)
+    engine.lift("other")
+    engine.lift()
+    assert engine.barred("peer") == ((4, 8),)
+    engine.lift("peer")
+    engine.write("peer", five_requests())
+    monkeypatch.setattr(Failing, "lingers", False)
     engine = Failing(1)
     engine.write("peer", five_requests(), retries=1, digest=DIGEST, ask=answers(DIGEST))
     assert engine.barred("peer") == ()
+
+
+def test_a_plan_for_another_digest_is_not_barred() -> None:
+    """After a new handshake. A plan for the memory of the failed attempt, or for no known one, is refused."""
+    src, first, second = rank(1 << 20), Slow().register(rank(1 << 30)), Slow().register(rank(1 << 30))
+    old, new = (kvcompile.compile(src, dst).build([Request("a", [[1, 3]], [[2, 5]])]) for dst in (first, second))
+    engine = Failing(0)
+    with pytest.raises(TransferError, match="a batch failed"):
+        engine.write("peer", old)
+    for again in (old, copies(old.src, old.dst, old.length)):
+        with pytest.raises(TransferError, match="barred"):
+            engine.write("peer", again)
+    engine.write("peer", new)
+    with pytest.raises(TransferError, match="barred"):
+        engine.write("peer", old)
 
 
 def test_who_waited_for_a_turn_is_refused_too() -> None:

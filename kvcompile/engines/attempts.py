@@ -1,4 +1,4 @@
-"""Transfers under way and what is left of those that timed out: the dst bytes on which late bytes may still land.
+"""Transfers under way and what is left of those that failed: the dst bytes on which late bytes may still land.
 
 It moves nothing; an engine tells it what was handed over and what has arrived.
 """
@@ -52,7 +52,6 @@ class Transfer:
         self.digest = digest
         self.moved = 0
         self.sent = 0
-        self.started = 0.0
         self.asking = False
         self.bar: _Bar | None = None  # of what was under way when the caller left
         self.left = False
@@ -65,12 +64,18 @@ class Transfer:
         """Whose memory dst is: the peer's session, "" for this process."""
         return self.session if self.kind == "write" else ""
 
+    @property
+    def memory(self) -> str | None:
+        """Digest of the peer's memory that the descriptors are for, as far as it is known."""
+        if self.digest is None and self.descriptors.digests is not None:
+            return self.descriptors.digests[self.kind == "write"]
+        return self.digest
+
     def start(self, rows: int) -> bool:
         """Note that so many more rows go to the transport, unless the caller has left."""
         with self.lock:
             if not self.left:
                 self.sent = self.moved + rows
-                self.started = time.monotonic()
             return not self.left
 
     def error(self, kind: type[_Error], what: str, **more: tuple[tuple[int, int], ...]) -> _Error:
@@ -127,7 +132,7 @@ class _Bar(NamedTuple):
 
 
 class Bars:
-    """The dst bytes of attempts that timed out, until each is over or the peer's memory is registered anew."""
+    """The dst bytes of attempts that failed, until each is over or the peer's memory is registered anew."""
 
     def __init__(self) -> None:
         self._bars: list[_Bar] = []
@@ -140,12 +145,9 @@ class Bars:
         spans = np.clip(whole.spans, rows.start, rows.stop)
         requests = tuple(name for name, size in zip(whole.requests, np.diff(spans), strict=True) if size)
         first, last = _joined(whole.dst[rows], whole.length[rows])
-        digest = transfer.digest
-        if digest is None and whole.digests is not None:
-            digest = whole.digests[transfer.kind == "write"]
         if not len(first):
             return None
-        bar = _Bar(transfer, transfer.place, digest, first, last, requests, why)
+        bar = _Bar(transfer, transfer.place, transfer.memory, first, last, requests, why)
         with self._lock:
             self._bars.append(bar)
         return bar
@@ -163,6 +165,11 @@ class Bars:
         with self._lock:
             self._bars = [bar for bar in self._bars if bar.place != place or bar.digest in now]
 
+    def forget(self, place: str) -> None:
+        """Forget all bars of a place."""
+        with self._lock:
+            self._bars = [bar for bar in self._bars if bar.place != place]
+
     def of(self, place: str) -> tuple[tuple[int, int], ...]:
         """Return the barred ranges of one place, half-open, ascending for each attempt."""
         with self._lock:
@@ -173,6 +180,9 @@ class Bars:
         """Raise TransferError if what is left of a transfer touches bytes that *another* one may still write."""
         with self._lock:
             bars = [bar for bar in self._bars if bar.place == transfer.place and bar.transfer is not transfer]
+        if transfer.kind == "write" and transfer.memory is not None:
+            # A plan for memory with another digest: its handshake came after it was registered anew.
+            bars = [bar for bar in bars if bar.digest in (None, transfer.memory)]
         if not bars:
             return
         tail = rest(transfer.descriptors, transfer.moved)

@@ -29,10 +29,6 @@ __all__ = ["Engine", "outside"]
 
 Addresses = npt.NDArray[np.uint64]
 
-SLOW_S = 3.0
-"""A batch that fails later than this has run into the transport's own timeout (Mooncake's are 5 s and more): its bytes
-may still land. Earlier failures are refusals of a peer that is alive, or reports that it is dead."""
-
 PAUSE_S = 0.1
 """Seconds before a retry."""
 
@@ -52,7 +48,8 @@ class Engine(Transfers):
     session: str
 
     lingers: ClassVar[bool] = True
-    """Whether bytes of a batch that failed may still land: no call of an engine can take them back."""
+    """Whether bytes of a batch that failed may still land. Mooncake reports a batch at its first failure and goes on:
+    within milliseconds, or, where the peer refuses some, once a second (seen 5 s after the report)."""
 
     def __init__(self, max_descriptors: int | None, max_nbytes: int | None) -> None:
         for name, limit in (("max_descriptors", max_descriptors), ("max_nbytes", max_nbytes)):
@@ -190,11 +187,10 @@ class Engine(Transfers):
             transfer.moved += len(batch)
 
     def _failed(self, transfer: Transfer) -> None:
-        """Note that a batch failed: after a timeout, the caller's or the transport's, its bytes may still land."""
+        """Note that a batch failed, which does not mean that the transport has stopped sending it."""
         with transfer.lock:
-            slow = time.monotonic() - transfer.started >= SLOW_S
-            if self.lingers and slow and not transfer.left:
-                self._bars.add(transfer, "an attempt that ran into the transport's timeout")
+            if self.lingers and not transfer.left:
+                self._bars.add(transfer, "a batch that failed, of which the transport may still send the rest")
             if not (self.lingers and transfer.left):
                 transfer.sent = transfer.moved
 

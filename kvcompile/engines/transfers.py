@@ -41,16 +41,18 @@ class Transfers(ABC):
         peer has shown that its memory is still what the descriptors were compiled for. Without, nobody asks: after a
         failure, or where a peer may have restarted, give one of them.
 
+        Bytes of an attempt that timed out or failed may still land, and what they are is read from src then. So the dst
+        bytes that were under way are *barred*, also if a retry of the same call succeeds: other calls that touch them
+        are refused, until the attempt is known to be over, the peer's memory is seen, or given, with another digest,
+        or `lift` is called. Src is to be left as it is as long.
+
         Parameters
         ----------
         session : str
             The peer's `session`.
         descriptors : Descriptors
         timeout : float, optional
-            Seconds the caller is willing to wait, retries included. Bytes may still land after it: src is to be left as
-            it is, and the dst bytes under way stay barred, until the attempt is known to be over or the peer is seen
-            with another digest. After the transport's own timeout dst bytes stay barred as well, also if a retry of the
-            same call then succeeds. Other calls of this engine that touch barred bytes are refused.
+            Seconds the caller is willing to wait, retries included. What is under way then may still land.
         retries : int
             How often to send again what has not certainly arrived, after a failure.
         digest : str, optional
@@ -123,7 +125,7 @@ class Transfers(ABC):
         return Ticket(self._begin("read", session, descriptors, timeout, retries, digest, ask, False), self._conclude)
 
     def barred(self, session: str | None = None) -> tuple[tuple[int, int], ...]:
-        """Return the dst addresses, as half-open ranges, on which bytes of timed-out attempts may still land.
+        """Return the dst addresses, as half-open ranges, on which bytes of failed attempts may still land.
 
         Parameters
         ----------
@@ -131,6 +133,13 @@ class Transfers(ABC):
             In this peer's memory; without it, in this engine's own (of reads).
         """
         return self._bars.of(session or "")
+
+    def lift(self, session: str | None = None) -> None:
+        """Declare every attempt over whose dst is a peer's memory, or this engine's own: its bars are lifted.
+
+        For a caller that knows more than the transport says: that its connection is gone, or all has come.
+        """
+        self._bars.forget(session or "")
 
     @abstractmethod
     def _carry(self, transfer: Transfer, retries: int, ask: Ask | None) -> None:
@@ -162,7 +171,8 @@ class Transfers(ABC):
         if not len(descriptors):
             transfer.over.set()
             return transfer
-        self._bars.refuse(transfer)
+        if ask is None:
+            self._bars.refuse(transfer)  # at once; who asks may see that the memory is registered anew
         if here:
             self._carry(transfer, retries, ask)
         else:
