@@ -8,7 +8,7 @@ PY065 = .venv-numba065/bin/python
 PYCUDA = .venv-cuda/bin/python
 PYTEST = -m pytest -n 2
 
-.PHONY: demo test test-main test-numba065 sim ptx bench families lint pyright test-vllm bench-vllm clean
+.PHONY: demo test test-main test-numba065 sim ptx bench families soak lint pyright test-vllm bench-vllm clean
 
 demo: .venv/demo.stamp
 	@.venv/bin/kvcompile demo $(ARGS)
@@ -39,6 +39,10 @@ bench: .venv/bench.stamp
 # docs/families.md: every model in every deployment, proved and moved.
 families: .venv/demo.stamp
 	@.venv/bin/kvcompile families --lines tests/data/families.txt --write docs/families.md
+
+# The long part of the tests, with figures: `make soak ARGS=faults` for one of its parts.
+soak: .venv/test.stamp
+	@GLOG_minloglevel=3 $(PY) tools/soak.py $(ARGS)
 
 lint: .venv/test.stamp
 	.venv/bin/ruff check -q .
