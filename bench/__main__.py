@@ -44,6 +44,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=Path("bench/results.json"), help="where to write the figures")
     parser.add_argument("--compare", type=Path, metavar="OLD.JSON", help="print what changed since an older run")
     parser.add_argument("--picture", type=Path, metavar="FILE.svg", help="draw the figures (needs the extra `bench`)")
+    parser.add_argument(
+        "--markdown", type=Path, metavar="FILE.md", help="write the tables into this file, between its marks"
+    )
     options = parser.parse_args()
     unknown = set(options.parts) - set(PARTS)
     if unknown:
@@ -68,6 +71,9 @@ def main() -> None:
         figures.compare(console, found, options.compare)
     figures.save(options.json, found, about)
     console.print(f"written to {options.json}", highlight=False)
+    if options.markdown:
+        figures.write_markdown(options.markdown, found, about)
+        console.print(f"written to {options.markdown}", highlight=False)
     if options.picture:
         from bench import picture  # noqa: PLC0415 (matplotlib is an extra)
 

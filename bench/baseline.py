@@ -62,10 +62,9 @@ def spans(src: Cache, dst: Cache) -> list[Span]:
 
 
 def contiguous_runs(src_ids: list[int], dst_ids: list[int]) -> tuple[list[list[int]], list[list[int]]]:
-    """Cut both id lists wherever either stops counting up by one."""
-    src, dst = np.array(src_ids), np.array(dst_ids)
-    cuts = np.nonzero((np.diff(src) != 1) | (np.diff(dst) != 1))[0] + 1
-    return [run.tolist() for run in np.split(src, cuts)], [run.tolist() for run in np.split(dst, cuts)]
+    """Cut both id lists wherever either stops counting up by one; every NumPy call converts the lists anew."""
+    cuts = np.nonzero((np.diff(src_ids) != 1) | (np.diff(dst_ids) != 1))[0] + 1
+    return [run.tolist() for run in np.split(src_ids, cuts)], [run.tolist() for run in np.split(dst_ids, cuts)]
 
 
 def build(

@@ -4,6 +4,7 @@ import json
 import os
 import platform
 from collections.abc import Iterable
+from datetime import date
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,8 +13,9 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-__all__ = ["Figure", "compare", "load", "machine", "save", "show"]
+__all__ = ["Figure", "compare", "load", "machine", "save", "show", "write_markdown"]
 
+MARKS = ("<!-- figures: written by the benchmarks -->", "<!-- end of figures -->")
 NOTABLE = 1.25  # ratios of two runs closer to 1 than this are what a shared machine does by itself
 
 
@@ -57,23 +59,58 @@ def machine() -> str:
     return f"{model}, {platform.system()}; {versions}; load {os.getloadavg()[0]:.1f}"
 
 
-def show(console: Console, figures: Iterable[Figure]) -> None:
-    """Print a table for each section: a row a case, a column a metric, targets last."""
+class Grid(NamedTuple):
+    """The figures of one section as text: a row a case, a column a metric, targets last."""
+
+    title: str
+    headings: list[str]
+    rows: list[list[str]]
+
+
+def grids(figures: Iterable[Figure]) -> list[Grid]:
+    """Lay figures out, a grid for each section."""
     sections: dict[str, list[Figure]] = {}
     for figure in figures:
         sections.setdefault(figure.section, []).append(figure)
+    found = []
     for section, members in sections.items():
-        table = Table(title=section, title_justify="left")
-        table.add_column("case")
         columns = list(dict.fromkeys((figure.metric, figure.unit) for figure in members))
-        for metric, unit in columns:
-            table.add_column(f"{metric} [{unit}]" if unit else metric, justify="right")
-        table.add_column("target")
+        targets = any(figure.target for figure in members)
+        headings = ["case", *(f"{metric} [{unit}]" if unit else metric for metric, unit in columns)]
+        rows = []
         for case in dict.fromkeys(figure.case for figure in members):
             row = {(f.metric, f.unit): f for f in members if f.case == case}
             cells = [_number(row[column].value) if column in row else "" for column in columns]
-            table.add_row(case, *cells, "; ".join(f.target for f in row.values() if f.target))
+            aims = ["; ".join(f.target for f in row.values() if f.target)] if targets else []
+            rows.append([case, *cells, *aims])
+        found.append(Grid(section, [*headings, "target"] if targets else headings, rows))
+    return found
+
+
+def show(console: Console, figures: Iterable[Figure]) -> None:
+    """Print a table for each section."""
+    for grid in grids(figures):
+        table = Table(title=grid.title, title_justify="left")
+        for heading in grid.headings:
+            table.add_column(heading, justify="left" if heading in ("case", "target") else "right")
+        for row in grid.rows:
+            table.add_row(*row)
         console.print(table)
+
+
+def write_markdown(path: Path, figures: Iterable[Figure], about: str) -> None:
+    """Put the tables into a Markdown file, between the lines that `MARKS` are; SystemExit if it has none."""
+    before, begin, rest = path.read_text().partition(MARKS[0])
+    _, end, after = rest.partition(MARKS[1])
+    if not begin or not end:
+        raise SystemExit(f"{path} has no lines {MARKS[0]} and {MARKS[1]} to write between")
+    lines = [begin, "", f"Measured {date.today().isoformat()} on {about}.", ""]
+    for grid in grids(figures):
+        lines += [f"### {grid.title}", ""]
+        aligned = ["---" if heading in ("case", "target") else "---:" for heading in grid.headings]
+        lines += ["| " + " | ".join(row) + " |" for row in (grid.headings, aligned, *grid.rows)]
+        lines.append("")
+    path.write_text(before + "\n".join(lines) + end + after)
 
 
 def _number(value: float) -> str:

@@ -40,6 +40,7 @@ def builder(case: shapes.Case) -> Callable[[], Lists] | None:
         ]
 
     worker = connector.MooncakeConnectorWorker.__new__(connector.MooncakeConnectorWorker)
+    worker.shutdown = lambda: None  # there is nothing to shut down
     worker.tp_rank, worker.tp_size = case.src.tp_rank, case.src.tp_size
     worker.use_mla = any(field.replicated for region in case.src.regions for field in region.fields)
     worker.transfer_topo = SimpleNamespace(total_num_kv_heads=case.src.regions[0].fields[0].heads)
