@@ -72,9 +72,8 @@ def test_gpu_check_finds_differences(capsys: pytest.CaptureFixture[str], monkeyp
         return built
 
     monkeypatch.setattr(kvcompile.Plan, "build", wrong)
-    monkeypatch.setattr(gpu_check.Check, "kinds", lambda self, rounds: iter(()))
-    monkeypatch.setattr(gpu_check.Check, "races", lambda self, launches: iter(()))
-    monkeypatch.setattr(gpu_check.Check, "times", lambda self: iter(()))
+    for name in ("kinds", "races", "bytes_moved", "times"):
+        monkeypatch.setattr(gpu_check.Check, name, lambda self, *arguments: iter(()))
     monkeypatch.setattr(time, "strftime", lambda form: "2026-01-01")
     assert gpu_check.main(["--small"]) == 1
     assert "DIFFERENCES" in capsys.readouterr().out
