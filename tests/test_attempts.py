@@ -10,7 +10,7 @@ import pytest
 import kvcompile
 from kvcompile import Descriptors, HandshakeError, Request, TransferError
 from kvcompile.engines import LocalEngine
-from tests.peer import CANARY, copies, rank, whole
+from tests.peer import CANARY, rank, whole
 from tests.test_engines import Slow, five_requests
 
 DIGEST = "0" * 63 + "1"
