@@ -8,7 +8,7 @@ PY065 = .venv-numba065/bin/python
 PYCUDA = .venv-cuda/bin/python
 PYTEST = -m pytest -n 2
 
-.PHONY: demo test test-main test-numba065 sim ptx bench families soak lint pyright test-vllm bench-vllm clean
+.PHONY: demo test test-main test-numba065 sim ptx bench families soak mutants lint pyright test-vllm bench-vllm clean
 
 demo: .venv/demo.stamp
 	@.venv/bin/kvcompile demo $(ARGS)
@@ -43,6 +43,10 @@ families: .venv/demo.stamp
 # The long part of the tests, with figures: `make soak ARGS=faults` for one of its parts.
 soak: .venv/test.stamp
 	@GLOG_minloglevel=3 $(PY) tools/soak.py $(ARGS)
+
+# Named faults, planted one at a time in a copy: prints killed and survived.
+mutants: .venv/test.stamp
+	@$(PY) tools/mutants.py $(ARGS)
 
 lint: .venv/test.stamp
 	.venv/bin/ruff check -q .
@@ -80,6 +84,7 @@ bench-vllm: .venv-vllm/test.stamp
 	@mkdir -p .venv-vllm/upstream/facebook/opt-125m
 	@tar -xzf .venv-vllm/sdist/vllm-$(VLLM).tar.gz -C .venv-vllm/upstream --strip-components=1 vllm-$(VLLM)/tests
 	@cp tests/vllm/opt-125m.json .venv-vllm/upstream/facebook/opt-125m/config.json
+	@printf '[pytest]\n' > .venv-vllm/upstream/pytest.ini
 	@$(PYVLLM) $(PIP) --no-deps -e ./
 	@touch $@
 
