@@ -97,7 +97,7 @@ class Cache(Value, frozen=True, dict=True):
 
     def bound(self, group: int) -> int | None:
         """Return what every block id of a group lies below, None for a group without regions."""
-        return min((r.num_blocks // r.kernel_blocks for r in self.regions if r.group == group), default=None)
+        return self._bounds.get(group)
 
     def fold(self, field: Field) -> tuple[list[tuple[int, int]], int]:
         """Return what is left to walk of a field on this rank, and the contiguous bytes there (`overlap.fold`)."""
@@ -238,6 +238,14 @@ class Cache(Value, frozen=True, dict=True):
         used = dict.fromkeys(self.buffer_of(self.span(region)[0]) for region in self.regions)
         rest = [index for index in range(len(self.buffers)) if index not in used]
         return (*used, *sorted(rest, key=lambda index: self.buffers[index].nbytes))
+
+    @cached_property
+    def _bounds(self) -> dict[int, int]:
+        least: dict[int, int] = {}
+        for region in self.regions:
+            blocks = region.num_blocks // region.kernel_blocks
+            least[region.group] = min(blocks, least.get(region.group, blocks))
+        return least
 
     @cached_property
     def _bases(self) -> list[int]:

@@ -53,21 +53,22 @@ class Figures(NamedTuple):
 def figures(program: Program) -> list[Figures]:
     """Count what a plan does, an item a group pair."""
     of_lane = _pair_of_lane(program)
+    of_row = program.classes[program.rows[:, item.CLASS], item.CLASS_PAIR]
     found = []
     for number, pair in enumerate(program.pairs.tolist()):
-        lanes = program.lanes[of_lane == number]
-        chosen = [row for start, stop, _ in lanes.tolist() for row in program.rows[start:stop].tolist()]
-        classes = [program.classes[row[item.CLASS]].tolist() for row in chosen]
-        shares = [
-            Fraction(row[item.COUNT], of_row[item.DST_STEP] * of_row[item.PARTS])
-            for row, of_row in zip(chosen, classes, strict=True)
-        ]
-        nbytes = sum((share * row[item.LENGTH] for share, row in zip(shares, chosen, strict=True)), Fraction(0))
-        parts = {(of_row[item.PART], of_row[item.PARTS]) for of_row in classes if of_row[item.PARTS] > 1}
+        lanes, rows = program.lanes[of_lane == number], program.rows[of_row == number]
+        nbytes, most, parts = Fraction(0), Fraction(0), set()
+        alike, times = np.unique(rows[:, [item.CLASS, item.COUNT, item.LENGTH]], axis=0, return_counts=True)
+        for (number_of, count, length), rows_alike in zip(alike.tolist(), times.tolist(), strict=True):
+            kind = program.classes[number_of].tolist()
+            share = Fraction(rows_alike * count, kind[item.DST_STEP] * kind[item.PARTS])
+            most += share
+            nbytes += share * length
+            if kind[item.PARTS] > 1:
+                parts.add((kind[item.PART], kind[item.PARTS]))
         merging = int(np.count_nonzero(lanes[:, item.LANE_KIND] != item.APART))
-        most = sum(shares, Fraction(0))
         groups = pair[item.SRC_GROUP], pair[item.DST_GROUP]
-        found.append(Figures(*groups, len(chosen), len(lanes), merging, nbytes, most, tuple(sorted(parts))))
+        found.append(Figures(*groups, len(rows), len(lanes), merging, nbytes, most, tuple(sorted(parts))))
     return found
 
 
@@ -77,7 +78,21 @@ def _group_pair(program: Program, head: str, of: Figures, lanes: Int64) -> list[
     lines = [f"{head}: {amount(of.nbytes)} bytes and at most {amount(of.descriptors)} descriptors a dst block"]
     if not of.merging:
         lines.append("  nothing merges, whatever the block ids")
-    said = Counter(_lane(program.rows[start:stop], kind) for start, stop, kind in lanes.tolist())
+    # What a line says depends on these alone: one of each is looked at.
+    length = program.rows[:, item.LENGTH]
+    starts = np.stack([lanes[:, item.LANE_START], lanes[:, item.LANE_STOP]], axis=1).ravel()
+    ends = np.append(length, 0)  # reduceat takes no index past the end
+    shortest, longest = (reduce.reduceat(ends, starts)[::2] for reduce in (np.minimum, np.maximum))
+    looks = [item.TAIL, item.COUNT, item.SRC_STRIDE, item.DST_STRIDE, item.SRC_INNER, item.DST_INNER]
+    sizes = lanes[:, item.LANE_STOP] - lanes[:, item.LANE_START]
+    keys = np.column_stack([
+        lanes[:, item.LANE_KIND], sizes, shortest, longest, program.rows[lanes[:, item.LANE_START]][:, looks]
+    ])  # fmt: skip
+    _, first, counts = np.unique(keys, axis=0, return_index=True, return_counts=True)
+    said: Counter[str] = Counter()
+    for number in np.argsort(first).tolist():
+        start, stop, kind = lanes[first[number]].tolist()
+        said[_lane(program.rows[start:stop], kind)] += int(counts[number])
     lines += [f"  {_many(count, 'lane')} of {text}" for text, count in said.items()]
     striped = [f"part {part + 1} of {count}" for part, count in of.parts]
     return [*lines, *(f"  striped: {text} of each request's blocks, other src ranks send the rest" for text in striped)]
