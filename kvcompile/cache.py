@@ -146,8 +146,8 @@ class Cache(Value, frozen=True, dict=True):
                     first, last = topology.shard(field.heads, tp_rank, self.tp_size, field.replicated)
                     if stop - start != last - first:
                         raise LayoutError(
-                            f"layer {region.layer!r:.80}, field {field.name!r:.80}: rank {tp_rank} holds {last - first} "
-                            f"heads, expected {stop - start}, as rank {self.tp_rank}"
+                            f"layer {region.layer!r:.80}, field {field.name!r:.80}: rank {tp_rank} holds "
+                            f"{last - first} heads, expected {stop - start}, as rank {self.tp_rank}"
                         )
         return msgspec.structs.replace(self, tp_rank=tp_rank, instance="")
 
@@ -195,8 +195,8 @@ class Cache(Value, frozen=True, dict=True):
         dims : str, or a sequence or mapping of them, optional
             The axes that each dimension of a tensor's shape stands for, in the arrangement's letters, with spaces
             between: ``"B H N PC"`` is vLLM's [blocks, heads, tokens, K and V], ``"BN H C"`` SGLang's [slots, heads,
-            elements], ``1`` a dimension of one entry. Dimensions that share a letter are dense together (``"B PH PN PC"``:
-            NVFP4 pages). By default the arrangement's own order.
+            elements], ``1`` a dimension of one entry. Dimensions that share a letter are dense together
+            (``"B PH PN PC"``: NVFP4 pages). By default the arrangement's own order.
         kernel_blocks : int or mapping by layer name
             Kernel blocks (the tensor's first axis) of one block id.
         buffers : sequence of Buffer, optional

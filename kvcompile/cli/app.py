@@ -3,14 +3,11 @@
 import time
 from collections.abc import Callable
 from enum import Enum
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
-
-if TYPE_CHECKING:
-    from kvcompile.spec import Deployment
 
 __all__ = ["app"]
 
@@ -168,7 +165,7 @@ def plan(
     raise typer.Exit(_deployment("plan", spec, lambda *shown: run(*shown, explain)))
 
 
-def _deployment(command: str, spec: str, run: "Callable[[Deployment, Console], int]") -> int:
+def _deployment(command: str, spec: str, run: Callable[..., int]) -> int:
     """Run a command on a file; say what is wrong with it and return 2 where it is no deployment."""
     from kvcompile import KVCompileError  # noqa: PLC0415
     from kvcompile.spec import read  # noqa: PLC0415

@@ -75,7 +75,7 @@ def _ids(blocks: int, length: int, seed: int) -> list[int]:
 
 def _median_ms(function: Callable[[], object], seconds: float) -> float:
     function()
-    took = []
+    took: list[float] = []
     until = time.perf_counter() + seconds
     while len(took) < 20 or time.perf_counter() < until:
         began = time.perf_counter()
