@@ -162,7 +162,7 @@ def plan(
     """Show who sends what to whom, with bytes and descriptors a block."""
     from kvcompile.cli.plan import run  # noqa: PLC0415
 
-    raise typer.Exit(_deployment("plan", spec, lambda *shown: run(*shown, explain)))
+    raise typer.Exit(_deployment("plan", spec, lambda deployment, console: run(deployment, console, explain)))
 
 
 def _deployment(command: str, spec: str, run: Callable[..., int]) -> int:
