@@ -9,10 +9,13 @@ from collections.abc import Mapping, Sequence
 from random import Random
 from typing import NamedTuple
 
+import hypothesis
 import numpy as np
+from hypothesis import strategies as st
 
-from kvcompile import Cache, LayoutError, Plan, Request, prove
-from tests import oracle, replay
+import kvcompile
+from kvcompile import Cache, LayoutError, Plan, Proof, Request, prove
+from tests import oracle, replay, strategies
 
 Plans = Mapping[tuple[int, int], Plan]
 
@@ -152,3 +155,43 @@ def try_mutants(
         else:
             faults.append(mutant)
     return fate, faults
+
+
+def random_deployments(examples: int, mutants: int, seed: int = 0) -> Counter[str]:
+    """Prove random deployments, and so many mutants of each that is exact. AssertionError for a fault of the proof."""
+    fate: Counter[str] = Counter()
+    elections = st.sampled_from(["nearest", "balanced", "striped"])
+
+    @hypothesis.seed(seed)
+    @hypothesis.settings(max_examples=examples, phases=[hypothesis.Phase.generate])
+    @hypothesis.given(strategies.deployments(), st.integers(0, 2**32), elections, st.booleans())
+    def check(deployment: strategies.Deployment, number: int, election: str, bridge: bool) -> None:
+        srcs, dst = [rank.cache for rank in deployment.srcs], deployment.dst.cache
+        plans = {
+            (index, 0): kvcompile.compile(src, dst, election=election, bridge_padding=bridge)
+            for index, src in enumerate(srcs)
+        }
+        proof = prove(srcs, [dst], plans)
+        check_exact(proof, srcs, dst)
+        if proof.exact:
+            seen, faults = try_mutants(srcs, dst, plans, Random(number), mutants)
+            assert not faults, faults
+            fate.update(seen)
+        fate["deployments"] += 1
+
+    check()
+    return fate
+
+
+def check_exact(proof: Proof, srcs: Sequence[Cache], dst: Cache) -> None:
+    """All there is to find are the layers that no src rank holds."""
+    held = {key for src in srcs for key in oracle.tensors(src)}
+    lost = {key for key in oracle.tensors(dst) if key not in held}
+    assert {(one.layer, one.field) for one in proof.missing} == lost, str(proof)
+    assert not proof.duplicated, str(proof)
+    assert not proof.misplaced, str(proof)
+
+
+def figures(fate: Counter[str]) -> str:
+    """Say how many deployments were proved, and what became of the mutants."""
+    return ", ".join(f"{fate[name]:,} {name}" for name in ("deployments", "caught", "equivalent"))

@@ -1,18 +1,15 @@
 """`prove`: right deployments are exact, each kind of fault is found and named, and no changed number survives."""
 
-from collections import Counter
 from collections.abc import Callable
 from random import Random
 
-import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from msgspec.structs import replace
 
 import kvcompile
-from kvcompile import Buffer, Cache, Field, Group, LayoutError, Plan, Proof, Region, prove
-from tests import mutations, oracle, strategies
+from kvcompile import Buffer, Cache, Field, Group, LayoutError, Plan, Region, prove
+from kvcompile.table import TABLE
+from tests import mutations
 from tests.helpers import one_region
 
 ELECTIONS = ("nearest", "balanced", "striped")
@@ -296,40 +293,12 @@ def test_stripes_cover_every_block_once() -> None:
 
 def test_random_deployments_and_thousands_of_mutants(record_property: Callable[[str, object], None]) -> None:
     """What compile makes is exact but for layers that no src holds; a changed plan is not, or the judge says why."""
-    fate: Counter[str] = Counter()
-
-    @settings(max_examples=100)
-    @given(strategies.deployments(), st.randoms(use_true_random=False), st.sampled_from(ELECTIONS), st.booleans())
-    def check(deployment: strategies.Deployment, random: Random, election: str, bridge: bool) -> None:
-        srcs, dst = [rank.cache for rank in deployment.srcs], deployment.dst.cache
-        plans = {
-            (index, 0): kvcompile.compile(src, dst, election=election, bridge_padding=bridge)
-            for index, src in enumerate(srcs)
-        }
-        proof = prove(srcs, [dst], plans)
-        check_exact(proof, srcs, dst)
-        if proof.exact:
-            seen, faults = mutations.try_mutants(srcs, dst, plans, Random(random.randrange(2**32)), 20)
-            assert not faults
-            fate.update(seen)
-        fate["deployments"] += 1
-
-    check()
-    figures = ", ".join(f"{fate[name]} {name}" for name in ("deployments", "caught", "equivalent"))
-    kinds = {name.removeprefix("caught ") for name in fate if name.startswith("caught ")}
-    record_property("shares", figures)
+    fate = mutations.random_deployments(100, 20)
+    record_property("shares", mutations.figures(fate))
     assert fate["caught"] >= 1000
     assert fate["equivalent"] < fate["caught"] / 5
-    assert kinds == {"drop", "double", *np.dtype(kvcompile.table.TABLE).names}
-
-
-def check_exact(proof: Proof, srcs: list[Cache], dst: Cache) -> None:
-    """All there is to find are the layers that no src rank holds."""
-    held = {key for src in srcs for key in oracle.tensors(src)}
-    lost = {key for key in oracle.tensors(dst) if key not in held}
-    assert {(one.layer, one.field) for one in proof.missing} == lost, str(proof)
-    assert not proof.duplicated, str(proof)
-    assert not proof.misplaced, str(proof)
+    kinds = {name.removeprefix("caught ") for name in fate if name.startswith("caught ")}
+    assert kinds == {"drop", "double", *TABLE.names}
 
 
 def test_lost_layers_are_drawn() -> None:
@@ -337,7 +306,7 @@ def test_lost_layers_are_drawn() -> None:
     srcs = [gqa(rank, 4) for rank in range(4)]
     fewer = [Cache(src.regions[:1], src.groups, tp_rank=src.tp_rank, tp_size=4) for src in srcs]
     proof = prove(fewer, [gqa(0, 1, base=1 << 30)])
-    check_exact(proof, fewer, gqa(0, 1, base=1 << 30))
+    mutations.check_exact(proof, fewer, gqa(0, 1, base=1 << 30))
     assert places(proof.missing) == {(0, "l1", field, (0, 4), (0, 4)) for field in "kv"}
 
 

@@ -10,6 +10,8 @@ import traceback
 from pathlib import Path
 
 PARTS = {
+    "proof": "tests.soak_proof",
+    "hostile": "tests.soak_hostile",
     "faults": "tests.soak_faults",
     "threads": "tests.soak_threads",
 }
