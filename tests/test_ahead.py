@@ -1,5 +1,7 @@
 """Batches made ready ahead: in order, the first at once, the next while one is under way, and none too many."""
 
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -26,10 +28,33 @@ def test_the_first_leaves_before_the_last_is_made() -> None:
         assert not any(event.is_set() for event in made[number + 2 :]), "more than one was made ahead"
 
 
-def test_one_batch_costs_no_thread() -> None:
-    before = threading.active_count()
-    for _ in ahead([1], lambda _: threading.get_ident()):
-        assert threading.active_count() == before
+def test_one_batch_needs_no_thread() -> None:
+    assert list(ahead([1], lambda _: threading.get_ident())) == [threading.get_ident()]
+
+
+def test_all_share_one_thread() -> None:
+    """However many there are at a time, and whether or not they are followed to the end."""
+    several = [ahead(range(9), lambda _: threading.get_ident()) for _ in range(4)]
+    threads = {batches: {next(batches), next(batches), next(batches)} for batches in several}
+    assert len(set.union(*threads.values()) - {threading.get_ident()}) == 1
+    several[0].close()
+    assert len(list(several[1])) == 6
+
+
+def test_a_forked_process_has_a_thread_of_its_own() -> None:
+    assert list(ahead(range(3), str)) == ["0", "1", "2"]
+    code = """
+import os
+from kvcompile.engines.ahead import ahead
+list(ahead(range(3), str))
+if child := os.fork():
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+else:
+    os._exit(len(list(ahead(range(3), str))))
+"""
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    made = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert made.stdout.strip() == "3"
 
 
 def test_what_goes_wrong_reaches_the_caller() -> None:
@@ -42,12 +67,3 @@ def test_what_goes_wrong_reaches_the_caller() -> None:
     assert [next(batches), next(batches)] == [0, 1]
     with pytest.raises(ValueError, match="the third"):
         next(batches)
-
-
-def test_a_caller_who_leaves_ends_the_thread() -> None:
-    before = threading.active_count()
-    batches = ahead(range(9), lambda number: number)
-    assert next(batches) == 0
-    assert next(batches) == 1
-    batches.close()
-    assert threading.active_count() == before
