@@ -8,6 +8,7 @@ import asyncio
 import os
 import random
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -274,11 +275,10 @@ def run_pull(
 
 
 @pytest.mark.parametrize("part", range(4))
-def test_random_pulls(part: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_random_pulls(part: int, record_property: Callable[[str, object], None]) -> None:
     tally: Counter[str] = Counter()
     for seed in range(part * WORLDS // 4, (part + 1) * WORLDS // 4):
         run_world(seed, tally)
-    with capsys.disabled():
-        print(f"\n{dict(sorted(tally.items()))}")
+    record_property("tally", dict(tally))
     assert tally["upstream right"] > tally["pulls"] // 4
     assert tally["wrong, corrected"] > tally["pulls"] // 8
