@@ -47,7 +47,7 @@ def _builds(axes: Any, figures: Sequence[Figure]) -> None:
         axes.barh(places, [values[case] for case in cases], 0.25, color=color, label=name)
     axes.set(xscale="log", xlabel="ms, block id lists to descriptors", yticks=range(len(cases)), yticklabels=cases)
     axes.invert_yaxis()
-    axes.legend(loc="lower right")
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, frameon=False)
 
 
 def _growth(axes: Any, figures: Sequence[Figure]) -> None:
@@ -56,7 +56,7 @@ def _growth(axes: Any, figures: Sequence[Figure]) -> None:
         blocks = [int(case.split()[0].replace(",", "")) for case in values]
         axes.plot(blocks, list(values.values()), "o-", color=color, label=name)
     axes.set(xscale="log", yscale="log", xlabel="blocks of a request, 94 layers", ylabel="ms")
-    axes.legend()
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, frameon=False)
 
 
 def _stalls(axes: Any, figures: Sequence[Figure]) -> None:
@@ -64,6 +64,6 @@ def _stalls(axes: Any, figures: Sequence[Figure]) -> None:
     cases = list(worst)
     axes.barh([row - 0.2 for row in range(len(cases))], list(usual.values()), 0.35, color=OURS, label="p99")
     axes.barh([row + 0.2 for row in range(len(cases))], list(worst.values()), 0.35, color=FLOOR, label="longest")
-    axes.set(xscale="log", xlabel="ms that a second thread wakes late", yticks=range(len(cases)), yticklabels=cases)
+    axes.set(xscale="log", xlabel="ms a second thread wakes late", yticks=range(len(cases)), yticklabels=cases)
     axes.invert_yaxis()
-    axes.legend(loc="lower right")
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, frameon=False)
