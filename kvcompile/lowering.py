@@ -154,10 +154,12 @@ def lower(
     cells = 0
     for layer in (layer for layer in dst_places if layer in src_places):
         for a, b in _match(layer, src_places[layer], dst_places[layer]):
-            if GroupPair(a.region.group, b.region.group) not in pairs:
-                pairs.add(_group_pair(a, b))
-            key = (a.geometry, b.geometry)
+            groups = a.region.group, b.region.group
+            key = (groups, a.geometry, b.geometry)
             if key not in walked:
+                _check_same(a, b)
+                if groups not in pairs:
+                    pairs.add(_group_pair(a, b))
                 walked[key] = _walk(key, a, b, election, MAX_CELLS - cells)
                 cells += walked[key].cells
             if len(walked[key].pieces):
@@ -191,28 +193,29 @@ def _places(cache: Cache, layers: Collection[str | int] | None) -> dict[str | in
 
 
 def _match(layer: str | int, src: dict[str, _Place], dst: dict[str, _Place]) -> list[tuple[_Place, _Place]]:
-    """Pair the fields of a layer by name; what is paired must be the same tensor."""
+    """Pair the fields of a layer by name."""
     if src.keys() != dst.keys():
         names = f"src has fields {sorted(src)!r:.200}, dst has {sorted(dst)!r:.200}"
         raise LayoutError(f"layer {layer!r:.80}: {names}, expected the same names")
-    matched = []
-    for name, a in src.items():
-        b = dst[name]
-        state = a.cache.groups[a.region.group].state, b.cache.groups[b.region.group].state
-        for what, values in (
-            ("state", state),
-            ("heads", (a.field.heads, b.field.heads)),
-            ("cell_nbytes", (a.field.cell_nbytes, b.field.cell_nbytes)),
-            ("tokens_per_cell", (a.field.tokens_per_cell, b.field.tokens_per_cell)),
-            ("rows of state (tokens)", (a.field.tokens, b.field.tokens) if all(state) else (0, 0)),
-        ):
-            if values[0] != values[1]:
-                given = f"{what} is {values[0]} on src and {values[1]} on dst"
-                if what == "heads" and a.field.heads * a.field.cell_nbytes == b.field.heads * b.field.cell_nbytes:
-                    given += " (of equal bytes in all: heads lie inside a cell, which cannot be cut)"
-                raise LayoutError(f"layer {layer!r:.80}, field {name!r:.80}: {given}, expected the same")
-        matched.append((a, b))
-    return matched
+    return [(a, dst[name]) for name, a in src.items()]
+
+
+def _check_same(src: _Place, dst: _Place) -> None:
+    """Refuse two fields of one layer and name that are not the same tensor."""
+    a, b = src.field, dst.field
+    state = src.cache.groups[src.region.group].state, dst.cache.groups[dst.region.group].state
+    for what, values in (
+        ("state", state),
+        ("heads", (a.heads, b.heads)),
+        ("cell_nbytes", (a.cell_nbytes, b.cell_nbytes)),
+        ("tokens_per_cell", (a.tokens_per_cell, b.tokens_per_cell)),
+        ("rows of state (tokens)", (a.tokens, b.tokens) if all(state) else (0, 0)),
+    ):
+        if values[0] != values[1]:
+            given = f"{what} is {values[0]} on src and {values[1]} on dst"
+            if what == "heads" and a.heads * a.cell_nbytes == b.heads * b.cell_nbytes:
+                given += " (of equal bytes in all: heads lie inside a cell, which cannot be cut)"
+            raise LayoutError(f"layer {src.region.layer!r:.80}, field {a.name!r:.80}: {given}, expected the same")
 
 
 def _group_pair(src: _Place, dst: _Place) -> GroupPair:

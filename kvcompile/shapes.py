@@ -18,6 +18,9 @@ __all__ = ["MAX_NBYTES", "lowered"]
 MAX_NBYTES = 64 << 20
 """What the tables kept may take; the least recently used go first."""
 
+MAX_SHAPES = 1 << 12
+"""Tables kept: of pairs that share nothing they are empty, but not free."""
+
 
 class _Shape(NamedTuple):
     """Rows with origins relative to their buffers, and buffers numbered by first use."""
@@ -50,7 +53,7 @@ def _keep(key: tuple[object, ...], shape: _Shape) -> None:
     with _lock:
         _kept[key] = shape
         total = sum(kept.rows.nbytes for kept in _kept.values())
-        while total > MAX_NBYTES and len(_kept) > 1:
+        while (total > MAX_NBYTES or len(_kept) > MAX_SHAPES) and len(_kept) > 1:
             total -= _kept.popitem(last=False)[1].rows.nbytes
 
 
