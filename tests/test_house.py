@@ -25,7 +25,7 @@ TIERS = (
     ("errors",),
     ("layout", "topology"),
     ("fields", "memory"),
-    ("overlap", "handshake", "tensors", "cache", "arena", "descriptors"),
+    ("overlap", "overlays", "handshake", "tensors", "cache", "arena", "descriptors"),
     ("models", "table", "lanes", "strided", "bridge", "lowering", "shapes"),
     ("_jit", "kernels"),
     ("backend",),
