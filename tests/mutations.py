@@ -163,7 +163,13 @@ def random_deployments(examples: int, mutants: int, seed: int = 0) -> Counter[st
     elections = st.sampled_from(["nearest", "balanced", "striped"])
 
     @hypothesis.seed(seed)
-    @hypothesis.settings(max_examples=examples, phases=[hypothesis.Phase.generate])
+    @hypothesis.settings(
+        max_examples=examples,
+        deadline=None,
+        database=None,
+        phases=[hypothesis.Phase.generate],  # a fault is printed whole: no time is spent on making it smaller
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
     @hypothesis.given(strategies.deployments(), st.integers(0, 2**32), elections, st.booleans())
     def check(deployment: strategies.Deployment, number: int, election: str, bridge: bool) -> None:
         srcs, dst = [rank.cache for rank in deployment.srcs], deployment.dst.cache

@@ -32,7 +32,7 @@ def soak(say: Callable[[str], None]) -> dict[str, int | float]:
 
 
 def ranks(say: Callable[[str], None]) -> tuple[float, float]:
-    """Compile and prove 64 x 64 ranks of 94 layers and 8 heads; return the seconds of a core each took: 10 are meant."""
+    """Compile and prove 64 x 64 ranks of 94 layers and 8 heads; return the seconds of a core that each took."""
     layers = [Layer(f"layers.{number}", (Attention(HEADS, 128),)) for number in range(LAYERS)]
     src, dst = caches(layers, tp_size=RANKS), caches(layers, tp_size=RANKS, order="nhd", num_blocks=512)
     kvcompile.warmup()

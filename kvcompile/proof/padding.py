@@ -5,7 +5,7 @@ import numpy as np
 from kvcompile.proof import labels
 from kvcompile.proof.faults import MISPLACED, NO_FIELD, OVERWRITES
 from kvcompile.proof.labels import Bool, Int64, Segments, UInt64, expand
-from kvcompile.proof.pieces import Pieces, Receiver, Side, origin
+from kvcompile.proof.pieces import Pieces, Receiver, Side
 
 __all__ = ["strays", "tails"]
 
@@ -28,37 +28,37 @@ def strays(
     for rank in np.unique(to.sender[row]).tolist():
         mine = np.flatnonzero(to.sender[row] == rank)
         start = pieces.src[piece[mine]] + away[mine]
-        groups = to.table["src_group"][row[mine]]
+        groups = to.column["src_group"][row[mine]]
         _against(to, to.src, rank, NO_FIELD, row[mine], start, start + (hi - lo)[mine], groups, src_ids[row[mine]])
 
 
 def tails(to: Receiver) -> None:
     """Look at the padding that rows may copy along: wherever another copy may follow, it must be free of fields."""
-    table = to.table
-    row = np.flatnonzero((table["tail"] > 0) & (table["count"] == 1))
-    rows, sender = table[row], to.sender[row]
-    skip = rows["length"] + rows["tail"].astype(np.uint64)
+    column = to.column
+    row = np.flatnonzero((column["tail"] > 0) & (column["count"] == 1))
+    sender, length = to.sender[row], column["length"][row]
+    skip = length + column["tail"][row].astype(np.uint64)
     follows = _follows(to, row, skip)
     for rank in [None, *np.unique(sender).tolist()]:
         side, name, why = (to.dst, "dst", OVERWRITES) if rank is None else (to.src, "src", NO_FIELD)
         at = to.rank if rank is None else rank
         mine = np.arange(len(row)) if rank is None else np.flatnonzero(sender == rank)
-        last = np.array([side.ids(at, group)[2] for group in rows[f"{name}_group"][mine].tolist()], np.int64)
+        group = column[f"{name}_group"][row]
+        last = np.array([side.ids(at, number)[2] for number in group[mine].tolist()], np.int64)
         for block in (np.zeros_like(last), np.ones_like(last), last - 1, last):
             # Behind the last block nothing follows, unless in the block itself.
             some = np.flatnonzero((block >= 0) & ((block < last) | (follows[mine] & (block == last))))
-            these = rows[mine[some]]
-            start = origin(name, these, block[some], np.zeros(len(some), np.uint64))
-            end = start + these["length"]
-            room = labels.room(side.caches[at], start)
-            stop = start + np.clip(skip[mine[some]], these["length"], np.maximum(room, these["length"]))
-            _against(to, side, at, why, row[mine[some]], end, stop, these[f"{name}_group"], block[some])
+            these = mine[some]
+            start = to.origin(name, row[these], block[some], np.zeros_like(some))
+            room = np.maximum(labels.room(side.caches[at], start), length[these])
+            stop = start + np.minimum(skip[these], room)
+            _against(to, side, at, why, row[these], start + length[these], stop, group[these], block[some])
 
 
 def _follows(to: Receiver, row: Int64, skip: UInt64) -> Bool:
     """Return whether another row begins in the same block, on both sides, ``skip`` bytes behind each row's begin."""
-    same = [to.sender, *(to.table[name] for name in ("src_group", "src_phase", "dst_phase"))]
-    begins = [to.table["src_origin"], to.table["dst_origin"]]
+    same = [to.sender, *(to.column[name] for name in ("src_group", "src_phase", "dst_phase"))]
+    begins = [to.column["src_origin"], to.column["dst_origin"]]
     starts = set(zip(*(column.tolist() for column in (*same, *begins)), strict=True))
     wanted = [column[row] for column in same] + [column[row] + skip for column in begins]
     found = [place in starts for place in zip(*(column.tolist() for column in wanted), strict=True)]

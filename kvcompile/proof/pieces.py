@@ -13,7 +13,7 @@ from kvcompile.proof import labels
 from kvcompile.proof.faults import CROSSES, MISPLACED, Faults
 from kvcompile.proof.labels import Bool, Fields, Int64, Segments, Tensor, UInt64, expand
 
-__all__ = ["Pieces", "Receiver", "Side", "Table", "origin"]
+__all__ = ["Pieces", "Receiver", "Side", "Table"]
 
 Table = npt.NDArray[np.void]
 
@@ -68,7 +68,8 @@ class Receiver:
 
     def __init__(self, src: Side, dst: Side, rank: int, group: int, table: Table, sender: Int64, holder: Int64) -> None:
         self.src, self.dst, self.rank, self.group = src, dst, rank, group
-        self.table, self.sender, self.holder = table, sender, holder
+        self.sender, self.holder = sender, holder
+        self.column = {name: np.ascontiguousarray(table[name]) for name in table.dtype.names or ()}
         of = dst.fields
         self.fields = np.flatnonzero((of.rank == rank) & (of.group == group))
         self.parts = labels.segments(of, self.fields)
@@ -85,7 +86,7 @@ class Receiver:
 
     def src_ids(self) -> Int64:
         """Return the three ids at which each row is followed on src, int64 [rows, 3]."""
-        groups, number = labels.distinct(self.sender, self.table["src_group"])
+        groups, number = labels.distinct(self.sender, self.column["src_group"])
         return np.array([self.src.ids(*group) for group in groups], np.int64).reshape(-1, 3)[number]
 
     def report(self, kind: int, why: int | Int64, src: int | Int64, *place: Int64) -> None:
@@ -95,24 +96,30 @@ class Receiver:
 
     def pieces(self, src_ids: Int64, block: int) -> Pieces:
         """Run the rows through the window; what crosses an edge of a buffer is reported, and cut off on dst."""
-        table, window = self.table, self.window
-        phase, step = table["dst_phase"], table["dst_step"]
+        window, phase, step = self.window, self.column["dst_phase"], self.column["dst_step"]
         # A step below one never leaves its block: two periods show it.
         counts = np.where(step > 0, -((phase - window) // np.maximum(step, 1)), 2)
         row, period = expand(np.where((phase >= 0) & (phase < window), counts, 0))
         position = phase[row] + period * np.clip(step, -window, window)[row]
         row, period, position = (column[position >= 0] for column in (row, period, position))
         # More copies than the block has bytes can only repeat themselves or miss.
-        copy, inner = expand(np.clip(table["count"], 0, int(self.parts.nbytes.sum()) + 1)[row])
+        copy, inner = expand(np.clip(self.column["count"], 0, int(self.parts.nbytes.sum()) + 1)[row])
         row, period, position = row[copy], period[copy], position[copy]
-        rows = table[row]
-        src = origin("src", rows, src_ids[row], inner)
-        dst = origin("dst", rows, np.full(len(row), block), inner)
+        src, dst = self.origin("src", row, src_ids[row], inner), self.origin("dst", row, np.int64(block), inner)
+        length = self.column["length"][row]
         room = self.room(row, src, dst)
-        over = np.flatnonzero((np.minimum(*room) < rows["length"]) & (period == 0))
+        over = np.flatnonzero((np.minimum(*room) < length) & (period == 0))
         self.report(MISPLACED, CROSSES, self.sender[row[over]], *self.nearest(dst[over], block))
-        src_position = rows["src_phase"] + period * rows["src_step"]
-        return Pieces(row, period == 0, src_position, position, src, dst, np.minimum(rows["length"], room[1]))
+        src_position = self.column["src_phase"][row] + period * self.column["src_step"][row]
+        return Pieces(row, period == 0, src_position, position, src, dst, np.minimum(length, room[1]))
+
+    def origin(self, side: str, row: Int64, block: Int64 | np.int64, copy: Int64) -> UInt64:
+        """Return where copies of rows begin, by the arithmetic of `table.TABLE`, modulo 2**64."""
+        first, stride, inner = (
+            self.column[f"{side}_{name}"][row].view(np.uint64) for name in ("origin", "stride", "inner")
+        )
+        address: UInt64 = first + block.astype(np.uint64) * stride + copy.astype(np.uint64) * inner
+        return address
 
     def room(self, row: Int64, src: UInt64, dst: UInt64) -> tuple[UInt64, UInt64]:
         """Return the bytes from each address to the end of its buffer, on src and on dst."""
@@ -135,14 +142,6 @@ class Receiver:
         if not len(parts.start):
             return np.full(len(dst), -1), *(np.zeros(len(dst), np.int64) for _ in range(3))
         return self.cells(parts, np.maximum(np.searchsorted(parts.start, dst, "right") - 1, 0))
-
-
-def origin(side: str, rows: Table, block: Int64, copy: Int64) -> UInt64:
-    """Return where copies of rows begin, by the arithmetic of `table.TABLE`, modulo 2**64."""
-    first: UInt64 = rows[f"{side}_origin"]
-    stride, inner = (rows[f"{side}_{name}"].astype(np.uint64) for name in ("stride", "inner"))
-    address: UInt64 = first + block.astype(np.uint64) * stride + copy.astype(np.uint64) * inner
-    return address
 
 
 def _shares(part: Int64, parts: Int64) -> tuple[Int64, Int64, int]:

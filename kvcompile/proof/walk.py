@@ -61,11 +61,11 @@ class _Walk(Receiver):
         for number, block in enumerate(ids):
             if not number or block != ids[number - 1] or np.any(src_ids[:, number] != src_ids[:, number - 1]):
                 self.follow(src_ids[:, number], block, neighbours_alone=number == 2)
-        if np.any(self.table["tail"] > 0):
+        if np.any(self.column["tail"] > 0):
             tails(self)
         names = ("src_stride", "dst_stride", "src_inner", "dst_inner", "tail")
-        strange = np.flatnonzero(np.min([self.table[name] for name in names], axis=0, initial=0) < 0)
-        self.report(MISPLACED, NEGATIVE, self.sender[strange], *self.nearest(self.table["dst_origin"][strange], 0))
+        strange = np.flatnonzero(np.min([self.column[name] for name in names], axis=0, initial=0) < 0)
+        self.report(MISPLACED, NEGATIVE, self.sender[strange], *self.nearest(self.column["dst_origin"][strange], 0))
         return self.faults
 
     def follow(self, src_ids: Int64, block: int, neighbours_alone: bool) -> None:
@@ -130,7 +130,7 @@ class _Walk(Receiver):
             position, cell, held = labels.local_cell(src, theirs, ranges.cell)
             held &= (theirs >= 0) & (src.first_head[theirs] <= head)
             held &= head < src.first_head[theirs] + src.heads[theirs]
-            block = (src.group[theirs] == self.table["src_group"][row]) & (
+            block = (src.group[theirs] == self.column["src_group"][row]) & (
                 position == pieces.src_position[ranges.piece]
             )
             place = labels.address(src, theirs, src_ids[row], head, cell) + ranges.byte.astype(np.uint64)
