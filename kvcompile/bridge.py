@@ -39,6 +39,7 @@ def bridge(pieces: Pieces, src: Cache, dst: Cache, src_group: int, dst_group: in
             gap = int(piece["src_origin"]) - int(rows[-1]["src_origin"]) - int(rows[-1]["length"])
             if gap >= 0 and (gap == 0 or _free(rows[-1], gap, src, dst, counts)):
                 rows[-1]["length"] += np.uint64(gap) + piece["length"]
+                rows[-1]["owner"] = -1 - number
                 continue
         else:
             first_of_line = len(rows)

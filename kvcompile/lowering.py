@@ -329,6 +329,8 @@ def _fold_cluster(
                 f"{MAX_PIECES} pieces in a period, expected fewer"
             )
         pieces = [_shift(pair.walked.pieces, *shift) for pair, shift in zip(cluster, shifts, strict=True)]
+        for owner, of_field in enumerate(pieces):
+            of_field["owner"] = owner
         joined = pieces[0] if len(pieces) == 1 else join(np.concatenate(pieces))
         if bridge_padding:
             joined = _shift(joined, src.region.base, dst.region.base)

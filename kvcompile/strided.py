@@ -12,7 +12,7 @@ Pieces = npt.NDArray[np.void]
 
 
 def fold(pieces: Pieces) -> Pieces:
-    """Fold pieces that no other piece can touch, alike in all but their addresses, evenly apart.
+    """Fold pieces of one field that no other piece can touch, alike in all but their addresses, evenly apart.
 
     Without it NHD head slices make a row a token, and blocks of 768 tokens laid from HND to NHD a row a cell.
 

@@ -35,10 +35,10 @@ TABLE = np.dtype(
   ``[q0 + part*Q//parts, q0 + (part+1)*Q//parts)``.
 - ``tail``: bytes of padding after the slice that may be copied along to reach the slice behind (``bridge_padding``)."""
 
-JOINED = np.dtype([*TABLE.descr, ("src_buffer", np.int64), ("dst_buffer", np.int64)])
-"""A row while it is lowered: with the buffers that hold it."""
+JOINED = np.dtype([*TABLE.descr, ("src_buffer", np.int64), ("dst_buffer", np.int64), ("owner", np.int64)])
+"""A row while it is lowered: with the buffers that hold it, and the field it is of; negative where it is of several."""
 
-_ADDRESSES = ("src_origin", "dst_origin", "length")
+_ITS_OWN = ("src_origin", "dst_origin", "length", "owner")
 
 
 def join(pieces: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
@@ -62,6 +62,8 @@ def join(pieces: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
     first = np.flatnonzero(~(touches & alike))
     joined = pieces[first]
     joined["length"] = np.add.reduceat(pieces["length"], first)
+    mixed = np.flatnonzero(np.maximum.reduceat(pieces["owner"], first) != np.minimum.reduceat(pieces["owner"], first))
+    joined["owner"][mixed] = -1 - mixed
     return joined
 
 
@@ -78,7 +80,7 @@ def by_diagonal(
     alike : bool array [n]
         The piece and the one before it agree in all but addresses, and lie on one diagonal; False for the first.
     """
-    same = [name for name in JOINED.names or () if name not in _ADDRESSES]
+    same = [name for name in JOINED.names or () if name not in _ITS_OWN]
     # Most columns are constant; sorting by them would only cost time.
     varying = [name for name in same if np.any(pieces[name] != pieces[name][0])]
     diagonal = pieces["dst_origin"] - pieces["src_origin"]
