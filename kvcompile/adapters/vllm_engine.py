@@ -31,6 +31,8 @@ def hand_over(worker: Any, state: State, session: str, descriptors: Descriptors)
     try:
         state.engine.write(session, descriptors)
     except TransferError as error:
+        # vLLM gives a failed request's blocks to the next one and exchanges no digests: bars would never end here.
+        state.engine.lift(session)
         worker.xfer_stats.record_failed_transfer()
         count(failed_transfers=1)
         logger.warning("Sending to %s failed for %s, complete: %s: %s", session, error.requests, error.complete, error)
