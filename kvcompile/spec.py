@@ -70,15 +70,35 @@ class Deployment(NamedTuple):
     options: dict[str, Any]
 
 
-def read(path: str | Path) -> Deployment:
-    """Read a file. Errors as of `parse`, and a `LayoutError` where it cannot be read."""
+def read(path: str | Path, settings: Mapping[str, str] | None = None) -> Deployment:
+    """Read a TOML file, or a config.json as the model of one.
+
+    Parameters
+    ----------
+    path : path
+        A config.json is taken by its name, a folder as one that holds a config.json.
+    settings : mapping of table to text, optional
+        ``{"src": "tp_size=8 order=nhd"}``: keys that are added, and win.
+
+    Raises
+    ------
+    LayoutError
+        The file cannot be read; and as of `parse`.
+    """
     path = Path(path)
-    try:
-        with path.open("rb") as file:
-            data = file.read(MAX_NBYTES + 1)
-    except OSError as error:
-        raise LayoutError(f"{path}: cannot be read: {error.strerror or error}") from None
-    return parse(data, path.name, path.parent)
+    if path.suffix == ".json" or path.is_dir():
+        content: dict[str, Any] = {"model": {"config": path.name}}
+    else:
+        try:
+            with path.open("rb") as file:
+                data = file.read(MAX_NBYTES + 1)
+        except OSError as error:
+            raise LayoutError(f"{path}: cannot be read: {error.strerror or error}") from None
+        content = _content(data, path.name)
+    for table, text in (settings or {}).items():
+        given = content.get(table, {})
+        content[table] = {**given, **_words(table, text)} if isinstance(given, dict) else given
+    return _deployment(content, path.name, path.parent)
 
 
 def parse(data: bytes, name: str = "spec", folder: Path | None = None) -> Deployment:
@@ -97,12 +117,33 @@ def parse(data: bytes, name: str = "spec", folder: Path | None = None) -> Deploy
     LayoutError
         Not TOML, an unknown, missing or wrong key (it is named), or caches that do not fit together.
     """
+    return _deployment(_content(data, name), name, folder)
+
+
+def _content(data: bytes, name: str) -> dict[str, Any]:
     if len(data) > MAX_NBYTES:
         raise LayoutError(f"{name}: over {MAX_NBYTES} bytes, expected a small TOML file")
     try:
-        content = loads(data.decode())
+        return loads(data.decode())
     except (ValueError, RecursionError) as error:  # what TOML and UTF-8 errors derive from
         raise LayoutError(f"{name}: no TOML: {str(error)[:200]}") from None
+
+
+def _words(table: str, text: str) -> dict[str, Any]:
+    """Read ``key=value`` words: values as in TOML, or text."""
+    found: dict[str, Any] = {}
+    for word in text.split():
+        key, equals, value = word.partition("=")
+        if not equals:
+            raise LayoutError(f"{table} settings: {word!r:.80}, expected key=value")
+        try:
+            found[key] = loads(f"value = {value}")["value"]
+        except (ValueError, RecursionError):
+            found[key] = value
+    return found
+
+
+def _deployment(content: dict[str, Any], name: str, folder: Path | None) -> Deployment:
     top = _Keys(name, "", content)
     model, src, dst, plan = (top.table(key) for key in ("model", "src", "dst", "plan"))
     top.end()
@@ -111,9 +152,7 @@ def parse(data: bytes, name: str = "spec", folder: Path | None = None) -> Deploy
     if sides[0].ranks * sides[1].ranks > MAX_PAIRS:
         counts = f"{sides[0].ranks} src ranks and {sides[1].ranks} dst ranks"
         raise LayoutError(f"{name}: src.tp_size and dst.tp_size make {counts}, expected at most {MAX_PAIRS} pairs")
-    options = plan.known(
-        election=_one_of(*topology.ELECTIONS), bridge_padding=_boolean, layers=_many(_text),
-    )  # fmt: skip
+    options = plan.known(election=_one_of(*topology.ELECTIONS), bridge_padding=_boolean, layers=_many(_text))
     plan.end()
     (srcs, src_names), (dsts, dst_names) = (_build(side, config) for side in sides)
     return Deployment(srcs, dsts, src_names, dst_names, options)

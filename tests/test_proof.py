@@ -80,6 +80,21 @@ def test_k_and_v_exchanged_are_misplaced(sides: tuple[list[Cache], list[Cache]])
     assert not proof.duplicated
 
 
+def test_a_head_that_a_rank_does_not_hold_is_nowhere_in_its_memory() -> None:
+    """Also where the row reads from where that head would lie, if it were there."""
+    src = replace(gqa(1, 4), buffers=(Buffer(0, 1 << 24),))
+    dst = gqa(0, 4, base=1 << 30)
+    plan = kvcompile.compile(gqa(0, 4), dst)
+    would_be = plan.with_table(plan.table[:1])
+    table = would_be.table.copy()
+    table["src_origin"] = (1 << 20) - 8  # a head before the one that it holds
+    table["length"] = 8
+    proof = prove([src], [dst], {(0, 0): would_be.with_table(table)})
+    assert {(one.field, one.heads, one.why) for one in proof.misplaced} == {
+        ("k", (0, 1), "src rank 0 does not hold it")
+    }
+
+
 def test_a_part_of_a_block_is_named_by_its_tokens(sides: tuple[list[Cache], list[Cache]]) -> None:
     srcs, dsts = sides
     plan = kvcompile.compile(srcs[2], dsts[1])

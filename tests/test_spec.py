@@ -200,6 +200,36 @@ def test_a_wrong_file_is_exit_code_2(tmp_path: Path) -> None:
         assert "x.toml: model is nothing" in result.stderr
 
 
+def test_a_config_json_with_settings() -> None:
+    config = str(ROOT / "tests" / "data" / "qwen3-235b-a22b.json")
+    result = invoke(
+        "prove",
+        config,
+        "--src",
+        "tp_size=8 order=nhd",
+        "--dst",
+        "tp_size=2 block_size=64",
+        "--plan",
+        "election=balanced",
+    )
+    assert result.exit_code == 0, result.output
+    assert "8 src ranks to 2 dst ranks" in result.output
+    for settings, says in (
+        ("tp=8", "unknown key 'src.tp'"),
+        ("tp_size", "src settings: 'tp_size', expected key=value"),
+    ):
+        result = invoke("plan", config, "--src", settings)
+        assert result.exit_code == 2
+        assert says in result.stderr
+
+
+def test_settings_win_over_the_file() -> None:
+    found = spec.read(ROOT / "examples" / "gqa.toml", {"src": "tp_size=4", "dst": "", "plan": 'layers=["layers.0"]'})
+    assert len(found.src) == 4
+    assert len(found.dst) == 2
+    assert found.options == {"layers": ["layers.0"]}
+
+
 def test_contents_are_layers_and_heads() -> None:
     found = parse("""
         [[model.layers]]

@@ -144,17 +144,26 @@ def families(
     raise typer.Exit(int(wrong > 0))
 
 
+Spec = Annotated[str, typer.Argument(help="A deployment: a TOML file as in examples/, or a model's config.json.")]
+Src = Annotated[str, typer.Option(help="Settings of the prefill side: 'tp_size=8 order=nhd block_size=16'.")]
+Dst = Annotated[str, typer.Option(help="Settings of the decode side.")]
+Options = Annotated[str, typer.Option("--plan", help="Settings of the plans: 'election=balanced'.")]
+
+
 @app.command()
-def prove(spec: Annotated[str, typer.Argument(help="A deployment: a TOML file as in examples/.")]) -> None:
+def prove(spec: Spec, src: Src = "", dst: Dst = "", options: Options = "") -> None:
     """Prove that every byte of every decode rank is written once, from its own place; exit code 1 where it is not."""
     from kvcompile.cli.prove import run  # noqa: PLC0415
 
-    raise typer.Exit(_deployment("prove", spec, run))
+    raise typer.Exit(_deployment("prove", spec, {"src": src, "dst": dst, "plan": options}, run))
 
 
 @app.command()
 def plan(
-    spec: Annotated[str, typer.Argument(help="A deployment: a TOML file as in examples/.")],
+    spec: Spec,
+    src: Src = "",
+    dst: Dst = "",
+    options: Options = "",
     explain: Annotated[
         bool, typer.Option("--explain", help="Say of every plan what merges, and why the rest cannot.")
     ] = False,
@@ -162,17 +171,18 @@ def plan(
     """Show who sends what to whom, with bytes and descriptors a block."""
     from kvcompile.cli.plan import run  # noqa: PLC0415
 
-    raise typer.Exit(_deployment("plan", spec, lambda deployment, console: run(deployment, console, explain)))
+    settings = {"src": src, "dst": dst, "plan": options}
+    raise typer.Exit(_deployment("plan", spec, settings, lambda found, console: run(found, console, explain)))
 
 
-def _deployment(command: str, spec: str, run: Callable[..., int]) -> int:
+def _deployment(command: str, spec: str, settings: dict[str, str], run: Callable[..., int]) -> int:
     """Run a command on a file; say what is wrong with it and return 2 where it is no deployment."""
     from kvcompile import KVCompileError  # noqa: PLC0415
     from kvcompile.spec import read  # noqa: PLC0415
 
     console = Console()
     try:
-        return run(read(spec), console if console.is_terminal else Console(width=160))
+        return run(read(spec, settings), console if console.is_terminal else Console(width=160))
     except KVCompileError as error:
         wrong = f"[bold red]{command}:[/bold red] {escape(str(error))}"
         Console(stderr=True).print(wrong, highlight=False, soft_wrap=True)
