@@ -22,7 +22,7 @@ test-main: .venv/test.stamp
 # The oldest Numba that is supported: what runs compiled code, nothing else.
 KERNEL_TESTS = $(addprefix tests/test_,jit.py sort.py descriptors.py cases.py chunks.py)
 test-numba065: .venv-numba065/test.stamp
-	$(PY065) $(PYTEST) $(KERNEL_TESTS)
+	$(PY065) $(PYTEST) $(KERNEL_TESTS) -k "not torch"
 
 # Every CUDA kernel in Numba's simulator, which has to be chosen before Numba is imported.
 sim: .venv-cuda/test.stamp
