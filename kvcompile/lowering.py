@@ -51,11 +51,7 @@ class _Place(NamedTuple):
     cache: Cache
     region: Region
     field: Field
-
-    @property
-    def geometry(self) -> tuple[object, ...]:
-        """All that the cells' offsets depend on, within one cache."""
-        return self.field, self.region.block_stride, self.region.kernel_blocks
+    geometry: int  # equal in one cache where all is equal that the cells' offsets depend on
 
     @property
     def tokens(self) -> int:
@@ -184,12 +180,18 @@ def arrange(rows: Pieces) -> Pieces:
 
 
 def _places(cache: Cache, layers: Collection[str | int] | None) -> dict[str | int, dict[str, _Place]]:
-    places: dict[str | int, dict[str, _Place]] = {}
-    for region in cache.regions:
-        if layers is None or region.layer in layers:
+    """Return the fields of a cache by layer and name; kept with the cache, which meets many peers."""
+    places: dict[str | int, dict[str, _Place]] | None = cache.__dict__.get("_places")
+    if places is None:
+        places = {}
+        numbers: dict[tuple[object, ...], int] = {}
+        for region in cache.regions:
             for field in region.fields:
-                places.setdefault(region.layer, {})[field.name] = _Place(cache, region, field)
-    return places
+                geometry = (field, region.block_stride, region.kernel_blocks)
+                number = numbers.setdefault(geometry, len(numbers))
+                places.setdefault(region.layer, {})[field.name] = _Place(cache, region, field, number)
+        cache.__dict__["_places"] = places
+    return places if layers is None else {layer: places[layer] for layer in places if layer in layers}
 
 
 def _match(layer: str | int, src: dict[str, _Place], dst: dict[str, _Place]) -> list[tuple[_Place, _Place]]:

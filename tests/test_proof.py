@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from random import Random
 
+import numpy as np
 import pytest
 from msgspec.structs import replace
 
@@ -279,6 +280,37 @@ def test_context_parallel_deployments(name: str, election: str) -> None:
     )
     assert not faults
     assert fate["caught"]
+
+
+def test_tokens_of_another_context_parallel_place_are_not_the_same() -> None:
+    """Two places keep their own tokens at the same offsets: exchanged plans cover every byte, from wrong tokens."""
+    srcs, dsts = dcp(1 << 20, 1, 2, 2, 2, 4, 1), dcp(1 << 30, 1, 1, 1, 1, 8, 1)
+    plans = [kvcompile.compile(src, dsts[0]) for src in srcs]
+    assert prove(srcs, dsts, {(0, 0): plans[0], (1, 0): plans[1]}).exact
+    proof = prove(srcs, dsts, {(0, 0): plans[1], (1, 0): plans[0]})
+    assert not proof.missing
+    assert not proof.duplicated
+    assert {one.why for one in proof.misplaced if one.layer == "mla"} == {
+        "src rank 0 does not hold it",
+        "src rank 1 does not hold it",
+    }
+
+
+def test_halves_of_a_cell() -> None:
+    """Rows may cut cells anywhere, as long as each byte goes to its own place."""
+    src, dst = (
+        one_region(Field.hnd("kv", heads=1, tokens=4, cell_nbytes=6), stride=24, base=base) for base in (0, 1 << 20)
+    )
+    plan = kvcompile.compile(src, dst)
+    table = np.repeat(plan.table, 2)
+    table["length"] = 9, 15
+    for name in ("src_origin", "dst_origin"):
+        table[name][1] += np.uint64(9)
+    halves = plan.with_table(table)
+    assert prove([src], [dst], {(0, 0): halves}).exact
+    proof = prove([src], [dst], {(0, 0): changed(halves, 1, src_origin=6)})  # the start of the cell that it continues
+    assert places(proof.misplaced) == {(0, "layer", "kv", (0, 1), (1, 4))}
+    assert not proof.missing
 
 
 def test_compressed_cells() -> None:
