@@ -18,7 +18,7 @@ __all__ = ["MAX_NBYTES", "lowered"]
 MAX_NBYTES = 64 << 20
 """What the tables kept may take; the least recently used go first."""
 
-MAX_SHAPES = 1 << 12
+MAX_SHAPES = 1 << 11
 """Tables kept: of pairs that share nothing they are empty, but not free."""
 
 
@@ -27,6 +27,7 @@ class _Shape(NamedTuple):
 
     rows: npt.NDArray[np.void]
     pairs: tuple[GroupPair, ...]
+    nbytes: int
 
 
 _kept: OrderedDict[tuple[object, ...], _Shape] = OrderedDict()
@@ -44,7 +45,7 @@ def lowered(
             _kept.move_to_end(key)
     if shape is None:
         rows, pairs = lower(src, dst, election, layers, bridge_padding)
-        shape = _Shape(_shift(rows, src, dst, absolute=False), pairs)
+        shape = _Shape(_shift(rows, src, dst, absolute=False), pairs, rows.nbytes)
         _keep(key, shape)
     return arrange(_shift(shape.rows, src, dst, absolute=True)), shape.pairs
 
@@ -52,9 +53,9 @@ def lowered(
 def _keep(key: tuple[object, ...], shape: _Shape) -> None:
     with _lock:
         _kept[key] = shape
-        total = sum(kept.rows.nbytes for kept in _kept.values())
+        total = sum([kept.nbytes for kept in _kept.values()])
         while (total > MAX_NBYTES or len(_kept) > MAX_SHAPES) and len(_kept) > 1:
-            total -= _kept.popitem(last=False)[1].rows.nbytes
+            total -= _kept.popitem(last=False)[1].nbytes
 
 
 def _shift(rows: npt.NDArray[np.void], src: Cache, dst: Cache, absolute: bool) -> npt.NDArray[np.void]:
