@@ -354,3 +354,8 @@ def test_an_invalid_cache_inside() -> None:
 def test_not_bytes(value: object) -> None:
     with pytest.raises(HandshakeError):
         Cache.from_bytes(value)
+
+
+def test_a_long_handshake_is_not_parsed() -> None:
+    with pytest.raises(HandshakeError, match="at most 4194304 bytes, got 4194305"):
+        Cache.from_bytes(bytes((4 << 20) + 1))
