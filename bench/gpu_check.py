@@ -310,7 +310,7 @@ def batch(plan: Plan, generator: random.Random, count: int) -> list[Request]:
         if not dst:
             dst, free = [generator.randrange(64)], []  # most likely a conflict
         if generator.random() < 0.05:
-            src[generator.randrange(len(src))] = generator.choice([-1, 64, 2**40])
+            src[generator.randrange(len(src))] = generator.choice([-1, 64, 2**31 - 1])
         firsts = ([0], [generator.randrange(2)], generator.choice([None, 9])) if positions else ()
         made.append(Request(number, [src], [dst], *firsts))
     return made
