@@ -50,6 +50,12 @@ class Cache(Value, frozen=True, dict=True):
     LayoutError
         Two cells on one byte, bytes outside every buffer, an end at or past 2**64, an unknown group, sizes that do not
         agree, the same (layer, field) twice, a rank outside its size, or a value of the wrong kind.
+
+    Notes
+    -----
+    Regions may overlap: packed rows, groups that overlay each other. Memory that several layers of a group share is
+    declared once, under its owner's name; that is not refused here, since a src that reads it twice harms nobody: on
+    dst, `prove` names it as duplicated.
     """
 
     regions: Sequence[Region]

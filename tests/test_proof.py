@@ -197,16 +197,6 @@ def test_overlaid_groups_are_looked_at_one_by_one() -> None:
     assert prove(caches[:1], caches[1:]).exact
 
 
-@pytest.mark.parametrize("shift", [0, 16, 8])
-def test_two_layers_on_the_same_bytes_are_duplicated(shift: int) -> None:
-    """Also where only different blocks of one group share them."""
-    field = Field.hnd("kv", heads=2, tokens=4, cell_nbytes=2)
-    src = Cache([Region(layer, 0, 4096 * n, 16, 8, (field,)) for n, layer in enumerate("ab")], [Group(4)])
-    dst = Cache([Region(layer, 0, 4096 + shift * n, 16, 8, (field,)) for n, layer in enumerate("ab")], [Group(4)])
-    proof = prove([src], [dst])
-    assert {one.layer for one in proof.duplicated} == {"a", "b"}
-
-
 def test_what_layouts_disagree_about_is_compile_s_error() -> None:
     with pytest.raises(LayoutError, match="cell_nbytes is 2 on src and 4 on dst"):
         prove(

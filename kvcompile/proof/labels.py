@@ -6,14 +6,12 @@ axis. Label -> address is a formula; address -> label is a search among *segment
 """
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from math import gcd
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from kvcompile import overlap
 from kvcompile.cache import Cache
 from kvcompile.layout import Field, Region
 
@@ -31,7 +29,6 @@ __all__ = [
     "model_cell",
     "room",
     "segments",
-    "shared",
     "touches",
 ]
 
@@ -268,31 +265,3 @@ def touches(
         found.append(np.stack([span + at, met[span].argmax(axis=1)]))
     span, part = np.concatenate(found, axis=1)
     return span, part
-
-
-def shared(of: Fields, parts: Segments) -> list[tuple[int, int]]:
-    """Return pairs of segments of one group of a rank that share a byte, in whatever blocks; [] where all is well.
-
-    Within a region there are none: `Cache` refuses them. Regions whose spans are disjoint are not compared.
-    """
-    region, blocks = of.region[parts.field], of.blocks[parts.field]
-    ends = parts.start + np.maximum(blocks - 1, 0).astype(np.uint64) * parts.stride + parts.nbytes.astype(np.uint64)
-    order = np.argsort(parts.start, kind="stable")
-    opens = np.flatnonzero(np.concatenate([[True], parts.start[order][1:] >= np.maximum.accumulate(ends[order])[:-1]]))
-    found = []
-    for start, stop in pairwise([*opens.tolist(), len(order)]):
-        members = order[start:stop]
-        some = parts.pick(members)
-        if np.any(region[members] != region[members[0]]) and _collide(of, some):
-            itself = np.eye(len(members), dtype=bool)
-            hits = touches(of, some, some.start, some.end, np.zeros(len(members), np.int64), itself.__getitem__)
-            found += list(zip(members[hits[0]].tolist(), members[hits[1]].tolist(), strict=True))
-    return found
-
-
-def _collide(of: Fields, some: Segments) -> bool:
-    stride, blocks = some.stride.astype(np.int64), of.blocks[some.field]
-    if len(set(stride.tolist())) > 1 or len(set(blocks.tolist())) > 1:
-        return True  # no common residue: left to the pairwise comparison
-    start = (some.start - some.start.min()).astype(np.int64)
-    return overlap.collide(overlap.pieces(start, some.nbytes, int(stride[0]), int(blocks[0])))

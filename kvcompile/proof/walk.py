@@ -21,13 +21,13 @@ from kvcompile.proof.faults import (
     NOBODY,
     NOT_HELD,
     OTHER_BYTES,
-    SHARED,
     TWICE,
     Faults,
 )
 from kvcompile.proof.labels import Int64, Segments, UInt64, expand
 from kvcompile.proof.padding import strays, tails
 from kvcompile.proof.pieces import Pieces, Receiver, Side, Table
+from kvcompile.proof.shared import shared
 from kvcompile.proof.sweep import sweep
 
 __all__ = ["walk"]
@@ -54,8 +54,6 @@ class _Walk(Receiver):
 
     def run(self) -> list[Faults]:
         """Find what is wrong with all that this group receives."""
-        pairs = np.array(labels.shared(self.dst.fields, self.parts), np.int64).reshape(-1)
-        self.report(DUPLICATED, SHARED, -1, *self.cells(self.parts, pairs))
         src_ids = self.src_ids()
         ids = self.dst.ids(self.rank, self.group)
         for number, block in enumerate(ids):
@@ -182,7 +180,7 @@ def walk(src: Side, dst: Side, rank: int, tables: dict[int, Table], holder: Int6
     sender = np.repeat(np.array(list(tables), np.int64), [len(rows) for rows in tables.values()])
     group = table["dst_group"]
     groups = len(dst.blocks[rank])
-    faults = []
+    faults = shared(dst.fields, rank)
     for number in range(groups):
         mine = np.flatnonzero(group == number)
         faults += _Walk(src, dst, rank, number, table[mine], sender[mine], holder).run()
