@@ -32,7 +32,9 @@ MAX_NBYTES = 1 << 20
 """Of a file."""
 
 MAX_REGIONS = 1 << 16
-"""Layers of all ranks of a side: 1,024 ranks of 64 layers; a layer costs a fraction of a millisecond."""
+"""Layers of all ranks of a side, replicas included: 1,024 ranks of 64 layers; each costs a fraction of a millisecond.
+
+What the layers of one replica keep is bounded by `models.caches` likewise."""
 
 MAX_PAIRS = 1 << 16
 """Pairs of a src and a dst rank."""
@@ -171,9 +173,11 @@ def _config(model: "_Keys", folder: Path | None) -> Any:
             raise model.error("config", config, "name or [[model.layers]]: there is no folder to look in")
         config = folder / config
     else:
-        config = [layer for table in model.tables("layers") for layer in _layers(table)]
-        if len(config) > MAX_REGIONS:
-            raise model.error("layers", f"{len(config)} layers", f"at most {MAX_REGIONS}")
+        config = []
+        for table in model.tables("layers"):
+            config += _layers(table)
+            if len(config) > MAX_REGIONS:
+                raise model.error("layers", f"{len(config)} layers and more", f"at most {MAX_REGIONS}")
         config = [layer._replace(name=f"layers.{number}") for number, layer in enumerate(config)]
     model.end()
     return config

@@ -4,6 +4,7 @@ The long part, `make soak`, runs the same with other seeds.
 """
 
 import re
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -26,6 +27,7 @@ from kvcompile import (
     Request,
     handshake,
     lowering,
+    models,
     spec,
 )
 from tests import hostile
@@ -199,6 +201,67 @@ def test_a_table_has_a_largest_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lowering, "MAX_ROWS", 5000)
     with pytest.raises(LayoutError, match="rows, expected at most 5000"):
         kvcompile.compile(*nhd_against_hnd(1040, 16))
+
+
+LAYERS = [models.Layer(f"l{n}", (models.Attention(8, 128),)) for n in range(4)]
+LAYER = '[[model.layers]]\nkind = "attention"\nheads = 8\nk_dim = 8\n'
+TABLE = '{ kind = "attention", heads = 8, k_dim = 8, window = %d }'
+MODEL = '[model]\nname = "llama-3.3-70b"\n'
+
+# What a caller, or a file, says of sizes; and words of the error, None where it is none. Some took all memory.
+SIZES: dict[str, tuple[dict[str, Any] | str, str | None]] = {
+    "stages": ({"pp_size": 2**31 - 1}, "pp_size makes stages without layers: it is 2147483647, expected at most 4"),
+    "stages by hand": ({"pp_size": [1] * 10**5}, r"pp_size makes stages of \[1, 1"),
+    "stages of words": ({"pp_size": "22"}, "pp_size is '2', expected a positive integer"),
+    "ranks": ({"tp_size": 2**31 - 1}, r"2147483647 ranks \(tp_size or tp_ranks\)"),
+    "ranks beyond all": ({"tp_size": 10**30}, "0000 ranks"),
+    "context-parallel ranks": ({"tp_size": 2**31 - 1, "dcp_size": 2**31 - 1}, "2147483647 ranks"),
+    "chosen ranks": ({"tp_size": 2, "tp_ranks": range(10**12)}, "65537 ranks"),
+    "one of many ranks": ({"tp_size": 2**31 - 1, "tp_ranks": [7]}, None),
+    "blocks": ({"num_blocks": 2**31 - 1}, None),
+    "padding": ({"align": 2**62}, "expected an integer from 0 to"),
+    "stages of a file": (
+        MODEL + "[src]\npp_size = 2147483647\n",
+        "src.pp_size is 2147483647, expected an integer from 1",
+    ),
+    "ranks of a file": (
+        MODEL + "[src]\ntp_size = 2147483647\n",
+        "src.tp_size and dst.tp_size make 2147483647 src ranks",
+    ),
+    "replicas": (MODEL + "[dst]\ndp_size = 60000\n", "dp_size 60000: expected at most"),
+    "layers": (LAYER + "count = 65536\n", "layers that keep 65536 caches"),
+    "layers in many tables": ((LAYER + "count = 65536\n") * 3000, "model.layers is 131072 layers and more"),
+    "groups": (f"[model]\nlayers = [{', '.join(TABLE % (n + 1) for n in range(1100))}]", "groups has 1100 items"),
+    "what layers keep": (
+        f"[model]\nlayers = [{{ count = 60000, keeps = [{', '.join([TABLE % 1] * 2000)}] }}]",
+        "layers that keep 120000000 caches",
+    ),
+    "groups of many stages": (
+        f"[model]\nlayers = [{', '.join(TABLE % (n % 1000 + 1) for n in range(4000))}]\n[src]\npp_size = 4000",
+        r"4000 stages \(pp_size\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_sizes_of_deployments_are_bounded(name: str) -> None:
+    given, says = SIZES[name]
+    wrong: list[str] = []
+
+    def attempt() -> None:
+        try:
+            if isinstance(given, str):
+                spec.parse(given.encode())
+            else:
+                models.caches(LAYERS, **given)
+        except LayoutError as error:
+            wrong.append(str(error))
+
+    begun = time.monotonic()
+    assert hostile.peak_of(attempt) < 128 * MIB
+    assert time.monotonic() - begun < 30  # seconds; under a debugger of memory on a busy machine
+    assert bool(wrong) == (says is not None), wrong
+    assert all(re.search(says or "", text) and len(text) < 500 for text in wrong), wrong
 
 
 def test_a_valid_peer_that_claims_all_of_memory_gets_its_own_descriptors_only() -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, NamedTuple
 
 from kvcompile.cache import Cache
@@ -13,10 +14,13 @@ from kvcompile.models.config import read
 from kvcompile.models.families import Layer, layers_of
 from kvcompile.models.keeps import KV_DTYPES, Keep, Serving
 
-__all__ = ["caches", "group_names"]
+__all__ = ["MAX_REGIONS", "caches", "group_names"]
 
 BASE = 1 << 40
 """Where a rank's memory begins when nobody says where."""
+
+MAX_REGIONS = 1 << 16
+"""What all ranks keep, and their groups: 1,024 ranks of 64 layers; each costs a fraction of a millisecond."""
 
 STATE_ITEMSIZES = {"auto": None, "float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -129,7 +133,8 @@ def caches(
     Raises
     ------
     LayoutError
-        An unknown architecture, missing keys, or settings that do not go together.
+        An unknown architecture, missing keys, settings that do not go together, or more ranks and layers than there
+        can be.
     """
     layers = layers_by_hand(config)
     itemsize, state = 2, None
@@ -151,6 +156,8 @@ def caches(
     stages = _stages(layers, hidden, pp_size)
     stages[-1] = stages[-1] + drafts
     everything = [*layers, *drafts]
+    ranks = range(tp_size) if tp_ranks is None else list(islice(tp_ranks, MAX_REGIONS + 1))
+    _bound(everything, len(stages), tp_size if tp_ranks is None else len(ranks))
     groups = _groups(everything, block_size, dcp_size, null_block)
     kinds = {keep.kind for layer in everything for keep in layer.keeps}
     padding = _by_name("align", align, kinds)
@@ -163,7 +170,6 @@ def caches(
     if len(blocks) < len(groups):
         raise LayoutError(f"num_blocks: {sorted(set(groups) - set(blocks))} are missing, expected all groups' numbers")
     plan = Deployment(everything, groups, stages, serving, tp_size, block_size, kernel_blocks, blocks, overlay)
-    ranks = range(tp_size) if tp_ranks is None else list(tp_ranks)
     made = []
     for stage in stages:
         shelves = _shelves(plan, stage)
@@ -214,6 +220,18 @@ def _number(name: str, value: Any) -> None:
         raise LayoutError(f"{name} is {value!r:.80}, expected a positive integer")
 
 
+def _bound(layers: list[Layer], stages: int, ranks: int) -> None:
+    """Refuse what would take minutes and gigabytes, before anything is made of it."""
+    kept = sum(max(1, len(layer.keeps)) for layer in layers)
+    few = layers if kept <= MAX_REGIONS else []
+    groups = len({keep.group for layer in few for keep in layer.keeps})
+    if ranks * (kept + stages * groups) > MAX_REGIONS:
+        raise LayoutError(
+            f"{ranks} ranks (tp_size or tp_ranks) of {stages} stages (pp_size), layers that keep {kept} caches: these "
+            f"are more regions and groups, over all ranks, than the {MAX_REGIONS} expected at most"
+        )
+
+
 def _by_name(what: str, given: int | Mapping[str, int] | None, names: set[str]) -> dict[str, int]:
     """Return a number for each name: the same for all, or as a mapping says."""
     numbers = dict(given) if isinstance(given, Mapping) else {} if given is None else dict.fromkeys(names, given)
@@ -239,13 +257,18 @@ def _stages(layers: list[Layer], hidden: int, pp_size: int | Sequence[int]) -> l
     """Cut the hidden layers into stages; what comes after them is on the last."""
     if isinstance(pp_size, int):
         _number("pp_size", pp_size)
+        if pp_size > hidden:
+            raise LayoutError(f"pp_size makes stages without layers: it is {pp_size}, expected at most {hidden}")
         counts = [hidden // pp_size] * pp_size
         for number in range(hidden % pp_size):
             counts[-2 - number] += 1
     else:
         counts = list(pp_size)
+        for count in counts:
+            _number("pp_size", count)
     if sum(counts) != hidden or min(counts) < 1:
-        raise LayoutError(f"pp_size makes stages of {counts} layers, expected at least one each and {hidden} in all")
+        given = f"{counts!r:.200} layers"
+        raise LayoutError(f"pp_size makes stages of {given}, expected at least one each and {hidden} in all")
     counts[-1] += len(layers) - hidden
     starts = [sum(counts[:number]) for number in range(len(counts))]
     return [layers[start : start + count] for start, count in zip(starts, counts, strict=True)]
