@@ -282,7 +282,13 @@ def _elected_heads(src: _Place, dst: _Place, election: str) -> tuple[Int64, Int6
     """Return the heads that this src rank sends to this dst rank, ascending, and its part of how many parts."""
     src_start, src_stop = src.cache.shard(src.field)
     dst_start, dst_stop = dst.cache.shard(dst.field)
-    heads = np.arange(max(src_start, dst_start), min(src_stop, dst_stop), dtype=np.int64)
+    held = range(max(src_start, dst_start), min(src_stop, dst_stop))
+    if len(held) > MAX_CELLS:
+        raise LayoutError(
+            f"layer {src.region.layer!r:.80}, field {src.field.name!r:.80}: both ranks hold {len(held)} heads, "
+            f"expected at most {MAX_CELLS}"
+        )
+    heads = np.arange(held.start, held.stop, dtype=np.int64)
     first, step, count = topology.candidates(
         heads, src.field.heads, src.cache.tp_size, src.field.replicated, src.dcp_place, src.dcp
     )

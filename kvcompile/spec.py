@@ -157,6 +157,9 @@ def _deployment(content: dict[str, Any], name: str, folder: Path | None) -> Depl
     options = plan.known(election=_one_of(*topology.ELECTIONS), bridge_padding=_boolean, layers=_many(_text))
     plan.end()
     (srcs, src_names), (dsts, dst_names) = (_build(side, config) for side in sides)
+    unknown = set(options.get("layers", ())) - {region.layer for cache in (*srcs, *dsts) for region in cache.regions}
+    if unknown:
+        raise plan.error("layers", repr(options["layers"]), f"names of layers: none is called {min(unknown)!r:.80}")
     return Deployment(srcs, dsts, src_names, dst_names, options)
 
 

@@ -264,6 +264,35 @@ def test_sizes_of_deployments_are_bounded(name: str) -> None:
     assert all(re.search(says or "", text) and len(text) < 500 for text in wrong), wrong
 
 
+def wide(heads: int, base: int = 0) -> Cache:
+    field = Field.hnd("kv", heads=heads, tokens=1, cell_nbytes=1)
+    return Cache([Region("l", 0, base, heads, 2, [field])], [Group(1)])
+
+
+@pytest.mark.parametrize("heads", [2**31, 2**61])
+def test_heads_without_number(heads: int) -> None:
+    """One piece in memory, and yet each would be looked at: eight bytes a head were 16 GiB."""
+    wrong: list[str] = []
+
+    def attempt() -> None:
+        for call in (
+            lambda: kvcompile.compile(wide(heads), wide(heads, 2**62)),
+            lambda: kvcompile.prove([], [wide(heads)]),
+        ):
+            with pytest.raises(LayoutError) as caught:
+                call()
+            wrong.append(str(caught.value))
+
+    assert hostile.peak_of(attempt) < 16 * MIB
+    assert f"both ranks hold {heads} heads, expected at most" in wrong[0]
+    assert "pieces to be proved, expected at most" in wrong[1]
+
+
+def test_a_config_without_end(tmp_path: Path) -> None:
+    with pytest.raises(LayoutError, match="/dev/zero: no file"):
+        spec.parse(b'model.config = "/dev/zero"', folder=tmp_path)
+
+
 def test_a_valid_peer_that_claims_all_of_memory_gets_its_own_descriptors_only() -> None:
     """What we read lies in our buffers, what it gets in its own; ids above either bound are refused."""
     cell = {"heads": 1, "tokens": 4, "cell_nbytes": 2}

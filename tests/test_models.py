@@ -312,7 +312,7 @@ def bad(name: str = "llama-3.3-70b", **changes: Any) -> dict[str, Any]:
         (bad("deepseek-v3"), {"kv_dtype": "nvfp4"}, "which a latent is not kept in"),
         (bad("deepseek-v4-flash"), {"kv_dtype": "nvfp4", "block_size": 256}, "which a compressed latent is not"),
         (bad(), {"state_dtype": "fp8"}, "state_dtype is 'fp8'"),
-        (bad("jamba-v0.1"), {"conv_order": "columns"}, "order of a convolution state is 'columns'"),
+        (bad("jamba-v0.1"), {"conv_order": "columns"}, "conv_order is 'columns'"),
         (
             bad(),
             {"block_size": 48, "kernel_block_size": 32},

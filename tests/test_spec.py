@@ -140,6 +140,14 @@ WRONG = {
         "my.toml, [src]: tp_size 10000, dp_size 1: expected at most",
     ),
     "pairs": ('model.name = "llama-3.3-70b"\nsrc.tp_size = 512\ndst.tp_size = 512', "expected at most 65536 pairs"),
+    "no such layer": (
+        'model.name = "llama-3.3-70b"\nplan.layers = ["layers.0", "layers.80"]',
+        "my.toml: plan.layers is ['layers.0', 'layers.80'], expected names of layers: none is called 'layers.80'",
+    ),
+    "order of state": (
+        'model.name = "llama-3.3-70b"\nsrc.conv_order = "x"',
+        "my.toml, [src]: conv_order is 'x', expected one of row_first, dim_first",
+    ),
     "no text": ("\xff", "my.toml: no TOML: "),
 }
 
@@ -175,6 +183,31 @@ def test_prove_fails_where_a_byte_is_missing(tmp_path: Path) -> None:
     assert result.exit_code == 1
     assert "NOT exact" in result.output
     assert "nobody writes it" in result.output
+
+
+def test_layers_of_one_stage(tmp_path: Path) -> None:
+    """Ranks of another stage hold none of them, and send nothing."""
+    path = tmp_path / "x.toml"
+    path.write_text(
+        'model.name = "llama-3.3-70b"\nsrc.pp_size = 2\ndst.pp_size = 2\nplan.layers = ["layers.1", "layers.2"]\n'
+    )
+    result = invoke("plan", str(path))
+    assert result.exit_code == 0, result.output
+    assert result.output.count("2 layers from layers.1") == 1
+
+
+def test_replicas_of_src_are_proved_one_by_one(tmp_path: Path) -> None:
+    """A request lies on one of them, which sends all of it."""
+    path = tmp_path / "x.toml"
+    path.write_text('model.name = "llama-3.3-70b"\nsrc = { tp_size = 2, dp_size = 3 }\ndst.dp_size = 2\n')
+    result = invoke("prove", str(path), "--plan", "election=balanced")
+    assert result.exit_code == 0, result.output
+    for replica in range(3):
+        assert f"src replica {replica}: exact: every byte of every dst field" in result.output
+    path.write_text(path.read_text() + 'plan.layers = ["layers.0"]\n')
+    result = invoke("prove", str(path))
+    assert result.exit_code == 1
+    assert "src replica 2: NOT exact: 316 missing" in result.output
 
 
 def test_plan_says_who_sends_what(tmp_path: Path) -> None:

@@ -17,10 +17,14 @@ Plans = dict[tuple[int, int], Plan]
 def compile_all(deployment: Deployment, console: Console) -> Plans:
     """Compile every pair of ranks."""
     plans = {}
+    options = dict(deployment.options)
     with console.status("compiling"):
         for number, src in enumerate(deployment.src):
             for peer, dst in enumerate(deployment.dst):
-                plans[number, peer] = compile(src, dst, **deployment.options)
+                if "layers" in deployment.options:  # those of other stages are unknown to these two
+                    held = {region.layer for cache in (src, dst) for region in cache.regions}
+                    options["layers"] = held.intersection(deployment.options["layers"])
+                plans[number, peer] = compile(src, dst, **options)
     return plans
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -135,8 +136,8 @@ def read(config: Any) -> Keys:
         path = Path(config)
         path = path / "config.json" if path.is_dir() else path
         try:
-            if path.stat().st_size > LARGEST:
-                raise LayoutError(f"{path}: over {LARGEST} bytes, expected a config.json")
+            if not stat.S_ISREG(path.stat().st_mode) or path.stat().st_size > LARGEST:
+                raise LayoutError(f"{path}: no file, or over {LARGEST} bytes, expected a config.json")
             config = json.loads(path.read_text())
         except (OSError, ValueError, RecursionError) as error:
             raise LayoutError(f"{path}: expected a readable config.json, got {type(error).__name__}: {error}") from None

@@ -9,6 +9,7 @@ from kvcompile.cache import Cache
 from kvcompile.errors import LayoutError
 from kvcompile.fields import stack
 from kvcompile.fields.arrangement import Arrangement, ordered
+from kvcompile.fields.state import CONV_ORDERS
 from kvcompile.layout import Buffer, Group, Region
 from kvcompile.models.config import read
 from kvcompile.models.families import Layer, layers_of
@@ -150,7 +151,11 @@ def caches(
     _number("block_size", block_size)
     if state_dtype == "auto" and state is not None:
         state_dtype = state
-    for name, value, known in (("kv_dtype", kv_dtype, KV_DTYPES), ("state_dtype", state_dtype, tuple(STATE_ITEMSIZES))):
+    for name, value, known in (
+        ("kv_dtype", kv_dtype, KV_DTYPES),
+        ("state_dtype", state_dtype, tuple(STATE_ITEMSIZES)),
+        ("conv_order", conv_order, CONV_ORDERS),
+    ):
         if value not in known:
             raise LayoutError(f"{name} is {value!r:.80}, expected one of {', '.join(known)}")
     stages = _stages(layers, hidden, pp_size)

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcompile.cache import Cache
+from kvcompile.errors import LayoutError
 from kvcompile.layout import Field, Region
 
 __all__ = [
@@ -38,6 +39,10 @@ Bool = npt.NDArray[np.bool_]
 
 CHUNK = 1 << 22
 """Items of the largest intermediate array of a search that compares everything with everything."""
+
+
+MAX_SEGMENTS = 1 << 23
+"""Contiguous cells of the heads in one block of all layers of a rank: what bounds the memory of a proof."""
 
 
 class Tensor(NamedTuple):
@@ -188,8 +193,19 @@ def distinct(*columns: Int64) -> tuple[list[tuple[int, ...]], Int64]:
 
 
 def segments(of: Fields, chosen: Int64) -> Segments:
-    """Return the segments of one block of the chosen fields."""
+    """Return the segments of one block of the chosen fields.
+
+    Raises
+    ------
+    LayoutError
+        More than any deployment has.
+    """
     runs: Int64 = of.cells[chosen] // of.unit[chosen]
+    count = (of.heads[chosen].astype(np.float64) * of.kernel_blocks[chosen] * runs).sum()
+    if count > MAX_SEGMENTS:
+        raise LayoutError(
+            f"a block of all layers of a rank has {count:.0f} pieces to be proved, expected at most {MAX_SEGMENTS}"
+        )
     item, number = expand(of.heads[chosen] * of.kernel_blocks[chosen] * runs)
     field = chosen[item]
     run = number % runs[item]
