@@ -46,7 +46,7 @@ def memory(seconds: float) -> list[Figure]:
         plan.build(requests)
         for name, sort in (("", False), (", sorted", True)):
             gc.collect()
-            arena._free.clear()
+            arena._kept.clear()
             tracemalloc.start()
             out = plan.build(requests, sort=sort)
             _, peak = tracemalloc.get_traced_memory()

@@ -1,10 +1,16 @@
-"""The arrays that host and kernels share, by name. Their columns are named in `item`."""
+"""The arrays that host and kernels share, by name. Their columns are named in `item`.
+
+What a batch gives and what its kernels hand on are two arrays, cut into parts here: an array costs microseconds to make
+and to pass. The functions are plain: the host calls them as they are, the drivers compile them.
+"""
 
 from typing import NamedTuple
 
 import numpy as np
 
-__all__ = ["SCRATCH_ROWS", "Batch", "Program", "Work"]
+from kvcompile.kernels import item
+
+__all__ = ["SCRATCH_ROWS", "Batch", "Program", "Work", "batch_of", "given_size", "work_of", "work_sizes"]
 
 SCRATCH_ROWS = 7
 """Delta, src, length and tail of each piece, and what `order.sort` needs."""
@@ -37,13 +43,15 @@ class Batch(NamedTuple):
 class Work(NamedTuple):
     """What the kernels hand on.
 
-    status [requests, STATUS_COLUMNS]; aligned [requests, pairs, ALIGN_COLUMNS]; extent [requests, classes,
-    EXTENT_COLUMNS]; src, dst: the pairs of blocks; run_src, run_dst, run_blocks: the first pair and the size of each
-    run; uncovered uint8 [dst ids]; slots: hash table, a power of two above twice the dst ids; spans [requests + 1];
+    status [requests, STATUS_COLUMNS]; spans [requests + 1]; uncovered [dst ids]; aligned [requests, pairs,
+    ALIGN_COLUMNS]; extent [requests, classes, EXTENT_COLUMNS]; src, dst: the pairs of blocks; run_src, run_dst,
+    run_blocks: the first pair and the size of each run; slots: hash table, a power of two above twice the dst ids;
     scratch [SCRATCH_ROWS, n]: to sort the pairs of a class or the pieces of a chain, n 0 if not asked for.
     """
 
     status: np.ndarray
+    spans: np.ndarray
+    uncovered: np.ndarray
     aligned: np.ndarray
     extent: np.ndarray
     src: np.ndarray
@@ -51,7 +59,58 @@ class Work(NamedTuple):
     run_src: np.ndarray
     run_dst: np.ndarray
     run_blocks: np.ndarray
-    uncovered: np.ndarray
     slots: np.ndarray
-    spans: np.ndarray
     scratch: np.ndarray
+
+
+def given_size(requests: int, src_groups: int, dst_groups: int) -> int:
+    """Return the words that come before the ids in the array that a batch is given in."""
+    groups = src_groups + dst_groups
+    return requests * (item.STATUS_COLUMNS + 2 * groups + 2) + 2
+
+
+def batch_of(given: np.ndarray, requests: int, src_groups: int, dst_groups: int) -> tuple[np.ndarray, Batch]:
+    """Cut the array that a batch is given in: its status, [requests, STATUS_COLUMNS], and the batch; ids come last."""
+    at = requests * item.STATUS_COLUMNS
+    status = given[:at].reshape((requests, item.STATUS_COLUMNS))
+    src_at, at = given[at : at + requests * src_groups + 1], at + requests * src_groups + 1
+    dst_at, at = given[at : at + requests * dst_groups + 1], at + requests * dst_groups + 1
+    src_first, at = given[at : at + requests * src_groups], at + requests * src_groups
+    dst_first, at = given[at : at + requests * dst_groups], at + requests * dst_groups
+    num_tokens, at = given[at : at + requests], at + requests
+    twice, at = given[at : at + requests], at + requests
+    src_ids = given[at : at + src_at[-1]]
+    dst_ids = given[at + src_at[-1] : at + src_at[-1] + dst_at[-1]]
+    firsts = src_first.reshape((requests, src_groups)), dst_first.reshape((requests, dst_groups))
+    return status, Batch(src_ids, src_at, dst_ids, dst_at, firsts[0], firsts[1], num_tokens, twice)
+
+
+def work_sizes(
+    requests: int, pairs: int, classes: int, src_ids: int, dst_ids: int, slots: int, scratch: int
+) -> tuple[int, ...]:
+    """Return the words of each array of a `Work` but the status, in order.
+
+    A class pairs each id at most once. (Classes of one group pair may have equal phases: other strides, other parts.)
+    """
+    most = classes * min(src_ids, dst_ids)
+    aligned, extent = requests * pairs * item.ALIGN_COLUMNS, requests * classes * item.EXTENT_COLUMNS
+    return requests + 1, dst_ids, aligned, extent, most, most, most, most, most, slots, scratch * SCRATCH_ROWS
+
+
+def work_of(memory: np.ndarray, status: np.ndarray, sizes: tuple[int, ...], pairs: int, classes: int) -> Work:
+    """Cut memory into a `Work`; its spans come first, then what is uncovered."""
+    requests = len(status)
+    spans, at = memory[: sizes[0]], sizes[0]
+    uncovered, at = memory[at : at + sizes[1]], at + sizes[1]
+    aligned, at = memory[at : at + sizes[2]], at + sizes[2]
+    extent, at = memory[at : at + sizes[3]], at + sizes[3]
+    src, at = memory[at : at + sizes[4]], at + sizes[4]
+    dst, at = memory[at : at + sizes[5]], at + sizes[5]
+    run_src, at = memory[at : at + sizes[6]], at + sizes[6]
+    run_dst, at = memory[at : at + sizes[7]], at + sizes[7]
+    run_blocks, at = memory[at : at + sizes[8]], at + sizes[8]
+    slots, at = memory[at : at + sizes[9]], at + sizes[9]
+    scratch = memory[at : at + sizes[10]].reshape((SCRATCH_ROWS, sizes[10] // SCRATCH_ROWS))
+    aligned = aligned.reshape((requests, pairs, item.ALIGN_COLUMNS))
+    extent = extent.reshape((requests, classes, item.EXTENT_COLUMNS))
+    return Work(status, spans, uncovered, aligned, extent, src, dst, run_src, run_dst, run_blocks, slots, scratch)

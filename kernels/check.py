@@ -110,6 +110,8 @@ def conflict(program, batch, work):
     for space in range(len(groups)):
         if groups[space, item.OVERLAY] != space or ascend(program, batch, space):
             continue
+        if differ(program, batch, work, space):
+            continue
         slots[:] = -1
         for r in range(len(batch.num_tokens)):
             if work.status[r, item.CODE] != item.OK and work.status[r, item.CODE] != item.CONFLICT:
@@ -149,6 +151,35 @@ def ascend(program, batch, space):
                 if block <= before:
                     return False
                 before = block
+    return True
+
+
+@jit
+def differ(program, batch, work, space):
+    """Return whether all ids of a space differ, as marks in a bitmap show; also False where it would be too large."""
+    groups, at = program.dst_groups, batch.dst_at
+    bound = np.int64(0)
+    for group in groups:
+        if group[item.OVERLAY] == space:
+            bound = max(bound, group[item.BOUND])
+    words = (bound >> 6) + 1
+    if words > len(work.slots):
+        return False
+    bits = work.slots[:words]
+    bits[:] = 0
+    for k in range(len(at) - 1):
+        group, status = groups[k % len(groups)], work.status[k // len(groups), item.CODE]
+        if group[item.OVERLAY] != space or status not in (item.OK, item.CONFLICT):
+            continue
+        twice = np.int64(0)
+        for block in batch.dst_ids[at[k] : at[k + 1]]:
+            if is_null(block, group[item.HAS_NULL], group[item.NULL]):
+                continue
+            bit = np.int64(1) << (block & 63)
+            twice |= bits[block >> 6] & bit
+            bits[block >> 6] |= bit
+        if twice != 0:
+            return False
     return True
 
 

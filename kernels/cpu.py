@@ -1,17 +1,20 @@
 """The loops of one build on the CPU, in the order in which they run: check, conflict, cover, mark, count, write.
 
-Arguments come as named tuples of int64 arrays: `Program` (what a plan compiled), `Batch` (what the requests gave) and
-`Work` (what the kernels hand to each other; the host owns it). The columns are `item`'s.
+Python passes the arrays of a `Program` (what a plan compiled), the array of a `Batch` (what the requests gave) and the
+memory of a `Work` (what the kernels hand to each other). The columns are `item`'s.
 """
 
 import numpy as np
 
 from kvcompile._jit import entry, jit
-from kvcompile.kernels import item
-from kvcompile.kernels.arrays import Batch, Program, Work
+from kvcompile.kernels import arrays, item
+from kvcompile.kernels.arrays import Program
 from kvcompile.kernels.check import check, conflict, window
 from kvcompile.kernels.order import sort, sorted_already
 
+batch_of = jit(arrays.batch_of)
+work_sizes = jit(arrays.work_sizes)
+work_of = jit(arrays.work_of)
 src_blocks_of = jit(item.src_blocks_of)
 opens_run = jit(item.opens_run)
 is_null = jit(item.is_null)
@@ -20,17 +23,25 @@ address = jit(item.address)
 
 
 @entry
-def measure(program, batch, work):
-    """Check a batch, find its pairs and runs, count its descriptors into ``work.spans``.
+def measure(rows, lanes, classes, pairs, src_groups, dst_groups, given, memory, requests, slots, scratch):
+    """Check a batch, find its pairs and runs, count its descriptors.
 
-    Arguments are plain tuples: Numba takes twice as long to look at a named one.
+    Parameters
+    ----------
+    rows, lanes, classes, pairs, src_groups, dst_groups : int64 arrays
+        The `Program`.
+    given, memory : int64 arrays
+        See `arrays.batch_of` and `arrays.work_of`.
+    requests, slots, scratch : int64
 
     Returns
     -------
-    failed, uncovered : int64
-        Requests whose status is not OK; dst blocks marked uncovered.
+    descriptors, failed, uncovered : int64
+        Descriptors to be written; requests whose status is not OK; dst blocks marked uncovered.
     """
-    program, batch, work = Program(*program), Batch(*batch), Work(*work)
+    program = Program(rows, lanes, classes, pairs, src_groups, dst_groups)
+    batch, work = parts(program, given, memory, requests, slots, scratch)
+    work.uncovered[:] = 0
     check(program, batch, work)
     conflict(program, batch, work)
     failed = 0
@@ -41,7 +52,15 @@ def measure(program, batch, work):
     uncovered = cover(program, batch, work)
     mark(program, batch, work)
     count(program, batch, work)
-    return failed, uncovered
+    return work.spans[-1], failed, uncovered
+
+
+@jit
+def parts(program, given, memory, requests, slots, scratch):
+    status, batch = batch_of(given, requests, len(program.src_groups), len(program.dst_groups))
+    pairs, classes = len(program.pairs), len(program.classes)
+    sizes = work_sizes(requests, pairs, classes, len(batch.src_ids), len(batch.dst_ids), slots, scratch)
+    return batch, work_of(memory, status, sizes, pairs, classes)
 
 
 @jit
@@ -201,56 +220,73 @@ def count(program, batch, work):
 
 
 @entry
-def write(program, batch, work, src, dst, length):
-    """Write the descriptors: int64 views of uint64 arrays of ``work.spans[-1]`` items each."""
-    program, batch, work = Program(*program), Batch(*batch), Work(*work)
-    for r in range(len(batch.num_tokens)):
+def write(
+    rows, lanes, classes, pairs, src_groups, dst_groups, given, memory, requests, slots, scratch, src, dst, length
+):
+    """Write the descriptors of a measured batch into uint64 arrays."""
+    program = Program(rows, lanes, classes, pairs, src_groups, dst_groups)
+    batch, work = parts(program, given, memory, requests, slots, scratch)
+    src, dst, length = src.view(np.int64), dst.view(np.int64), length.view(np.int64)
+    for r in range(requests):
         at = work.spans[r]
         if work.spans[r + 1] == at:
             continue
+        before = -1
         for lane in program.lanes:
-            row = program.rows[lane[item.LANE_START]]
+            number = lane[item.LANE_START]
+            row = program.rows[number]
             extent = work.extent[r, row[item.CLASS]]
             # Columns apart and through views: only this form vectorizes.
             if lane[item.LANE_KIND] == item.APART:
-                begin, end = extent[item.PAIRS_AT], extent[item.PAIRS_AT] + extent[item.PAIRS]
-                size, pairs = row[item.COUNT] * extent[item.PAIRS], (work.src[begin:end], work.dst[begin:end])
-                if row[item.COUNT] == 1:
-                    spread(src[at:], pairs[0], row[item.SRC_ORIGIN], row[item.SRC_STRIDE])
-                    spread(dst[at:], pairs[1], row[item.DST_ORIGIN], row[item.DST_STRIDE])
+                size = row[item.COUNT] * extent[item.PAIRS]
+                if before >= 0 and moves_alike(row, program.rows[before]):
+                    # An addition for each piece: AVX2 has no product of 64-bit integers.
+                    last = program.rows[before]
+                    shift(src[at : at + size], src[at - size : at], row[item.SRC_ORIGIN] - last[item.SRC_ORIGIN])
+                    shift(dst[at : at + size], dst[at - size : at], row[item.DST_ORIGIN] - last[item.DST_ORIGIN])
                 else:
-                    spread_inner(
-                        src[at:],
-                        pairs[0],
-                        row[item.SRC_ORIGIN],
-                        row[item.SRC_STRIDE],
-                        row[item.COUNT],
-                        row[item.SRC_INNER],
-                    )
-                    spread_inner(
-                        dst[at:],
-                        pairs[1],
-                        row[item.DST_ORIGIN],
-                        row[item.DST_STRIDE],
-                        row[item.COUNT],
-                        row[item.DST_INNER],
-                    )
+                    begin, end = extent[item.PAIRS_AT], extent[item.PAIRS_AT] + extent[item.PAIRS]
+                    count, inner = row[item.COUNT], (row[item.SRC_INNER], row[item.DST_INNER])
+                    spread(src[at:], work.src[begin:end], row[item.SRC_ORIGIN], row[item.SRC_STRIDE], count, inner[0])
+                    spread(dst[at:], work.dst[begin:end], row[item.DST_ORIGIN], row[item.DST_STRIDE], count, inner[1])
                 length[at : at + size] = row[item.LENGTH]
+                before = number
                 at += size
-            elif lane[item.LANE_KIND] == item.DENSE:
+                continue
+            before = -1
+            if lane[item.LANE_KIND] == item.DENSE:
                 begin, end = extent[item.RUNS_AT], extent[item.RUNS_AT] + extent[item.RUNS]
-                spread(src[at:], work.run_src[begin:end], row[item.SRC_ORIGIN], row[item.SRC_STRIDE])
-                spread(dst[at:], work.run_dst[begin:end], row[item.DST_ORIGIN], row[item.DST_STRIDE])
-                spread(length[at:], work.run_blocks[begin:end], -row[item.TAIL], row[item.LENGTH] + row[item.TAIL])
+                spread(src[at:], work.run_src[begin:end], row[item.SRC_ORIGIN], row[item.SRC_STRIDE], 1, 0)
+                spread(dst[at:], work.run_dst[begin:end], row[item.DST_ORIGIN], row[item.DST_STRIDE], 1, 0)
+                whole = row[item.LENGTH] + row[item.TAIL]
+                spread(length[at:], work.run_blocks[begin:end], -row[item.TAIL], whole, 1, 0)
                 at += extent[item.RUNS]
             else:
                 at += chain(program, batch, work, r, lane, src[at:], dst[at:], length[at:])
 
 
 @jit
-def spread(out, blocks, origin, stride):
-    for i in range(len(blocks)):
-        out[i] = address(origin, blocks[i], stride)
+def moves_alike(row, other):
+    """Return whether the pieces of two rows are the same distance apart on each side, whatever the ids."""
+    same = True
+    for column in (item.CLASS, item.COUNT, item.SRC_STRIDE, item.DST_STRIDE, item.SRC_INNER, item.DST_INNER):
+        same &= row[column] == other[column]
+    return same
+
+
+@jit
+def shift(out, before, distance):
+    for i in range(len(out)):
+        out[i] = before[i] + distance
+
+
+@jit
+def spread(out, blocks, origin, stride, count, inner):
+    if count == 1:
+        for i in range(len(blocks)):
+            out[i] = address(origin, blocks[i], stride)
+    else:
+        spread_inner(out, blocks, origin, stride, count, inner)
 
 
 @jit

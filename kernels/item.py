@@ -55,6 +55,9 @@ EDGE_BASE, EDGE_NBYTES, EDGE_CHUNK, EDGE_COLUMNS = range(4)
 CODE, SIDE, GROUP, POSITION, OTHER, STATUS_COLUMNS = range(6)
 OK, REFUSED, UNEQUAL, SHORTER, NO_STATE, OUT_OF_BOUND, CONFLICT, TWICE = range(8)
 
+# Positions, in tokens, lie below this, so that no sum of them can leave 64 bits.
+MOST_TOKENS = 2**60
+
 # Columns of an alignment, one a (request, group pair): index = position + shift; indices in [start, stop) take part;
 # the overlap touches the periods [FROM, TO).
 SRC_SHIFT, SRC_START, SRC_STOP, DST_SHIFT, DST_START, DST_STOP, FROM, TO, ALIGN_COLUMNS = range(9)
@@ -163,6 +166,19 @@ def array_header(size):
     return 1 if size < 16 else 3 if size < 65536 else 5
 
 
+def array(packed, at):
+    """Return the items of a msgpack array and the size of its header in bytes; size 0 if it is none."""
+    head = packed[at]
+    if 0x90 <= head < 0xA0:
+        return np.int64(head) - 0x90, 1
+    if head == 0xDC:
+        return (np.int64(packed[at + 1]) << 8) | packed[at + 2], 3
+    if head == 0xDD:
+        high, low = (np.int64(packed[at + 1]) << 8) | packed[at + 2], (np.int64(packed[at + 3]) << 8) | packed[at + 4]
+        return (high << 16) | low, 5
+    return np.int64(0), 0
+
+
 def integer(packed, at):
     """Return a msgpack integer and its size in bytes; size 0 if it is none. Beyond int64: its greatest value.
 
@@ -176,7 +192,7 @@ def integer(packed, at):
     if head < 0xCC or head > 0xD3:
         return np.int64(0), 0
     signed = head >= 0xD0
-    nbytes = 1 << ((head - 0xCC) & 3)
+    nbytes = np.int64(1) << np.int64((head - 0xCC) & 3)
     value = np.int64(packed[at + 1])
     if signed and value >= 128:
         value -= 256

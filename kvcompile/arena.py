@@ -1,12 +1,13 @@
 """Memory of descriptors, used again once nothing refers to it: the page faults of fresh memory cost more than a build.
 
-A column handed out keeps its lease alive, and so does every view of it, in any thread: a batch still in flight is
-never overwritten. When the last one is gone, the memory can be taken again.
+A column handed out is a view, and it and every view of it, in any thread, count among the references of the memory
+behind it: a batch still in flight is never overwritten. When the last one is gone, the memory can be taken again.
 """
 
 import threading
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from operator import attrgetter
+from sys import getrefcount
 
 import numpy as np
 import numpy.typing as npt
@@ -17,34 +18,30 @@ UInt64 = npt.NDArray[np.uint64]
 Columns = tuple[UInt64, UInt64, UInt64]
 
 MAX_NBYTES = 64 << 20
-"""What is kept for later, at most; more goes back to the system."""
+"""What is kept for later, at most; what is more goes back to the system once nothing refers to it."""
 
-# Ascending in size; searched and summed without a Python loop, so that every build runs the same lines.
-_free: list[UInt64] = []
-_lock = threading.RLock()  # a lease may end while its own thread holds the lock
+# Ascending in size; searched and counted without a Python loop, so that every build runs the same lines.
+_kept: list[UInt64] = []
+_lock = threading.Lock()
 
 
-class _Lease:
-    """What NumPy takes the array from, and so keeps as the base of it and of all its views."""
+def _references(arrays: list[UInt64]) -> list[int]:
+    return list(map(getrefcount, arrays))
 
-    def __init__(self, memory: UInt64) -> None:
-        self.memory = memory
-        self.__array_interface__ = memory.__array_interface__
 
-    def __del__(self) -> None:
-        with _lock:
-            insort(_free, self.memory, key=len)
-            while len(_free) > 1 and sum(map(attrgetter("nbytes"), _free)) > MAX_NBYTES:
-                _free.pop(0)
+_UNUSED = _references([np.empty(0, np.uint64)])[0]
 
 
 def take(size: int) -> Columns:
     """Return three uint64 columns of at least ``size`` items, alike in size, with whatever they held before."""
     with _lock:
-        index = bisect_left(_free, 3 * size, key=len)
-        memory = _free.pop(index) if index < len(_free) else None
-    if memory is None or len(memory) < 3 * size:  # a lease that ended meanwhile may have moved the others
-        memory = np.empty(3 * size, np.uint64)
-    array = np.asarray(_Lease(memory))
-    third = len(array) // 3
-    return array[:third], array[third : 2 * third], array[2 * third :]
+        counts, enough = _references(_kept), bisect_left(_kept, 3 * size, key=len)
+        if _UNUSED in counts[enough:]:
+            array = _kept[counts.index(_UNUSED, enough)]
+        else:
+            array = np.empty(3 * size, np.uint64)
+            _kept.insert(enough, array)
+            while len(_kept) > 1 and sum(map(attrgetter("nbytes"), _kept)) > MAX_NBYTES:
+                _kept.pop(0)
+        third = len(array) // 3
+        return array[:third], array[third : 2 * third], array[2 * third :]

@@ -1,28 +1,29 @@
 """The compiled kernels of the CPU, ready to call. It knows arrays, no plan and no request."""
 
 import threading
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from kvcompile import _jit
-from kvcompile.kernels import check, cpu, descriptors, ids, item, known, order
+from kvcompile.kernels import arrays, check, cpu, descriptors, ids, item, known, order
 from kvcompile.kernels import pack as packing
-from kvcompile.kernels.arrays import SCRATCH_ROWS, Batch, Program, Work
+from kvcompile.kernels.arrays import Batch, Program
 
 __all__ = [
     "Batch",
+    "Given",
+    "Measured",
     "Program",
-    "Work",
     "copy",
     "cut",
-    "decode",
-    "empty_work",
     "kernels",
     "measure",
     "most_nbytes",
     "outside",
     "pack",
+    "read",
     "warmup",
     "write",
 ]
@@ -30,8 +31,42 @@ __all__ = [
 Int64 = npt.NDArray[np.int64]
 UInt64 = npt.NDArray[np.uint64]
 
+UInt8 = npt.NDArray[np.uint8]
+
 _lock = threading.Lock()
 _warm = False
+
+
+class Given(NamedTuple):
+    """What the requests of a batch give, in one int64 array: see `kernels.arrays.batch_of`."""
+
+    flat: Int64
+    requests: int
+    src_groups: int
+    dst_groups: int
+    src_ids: int
+    dst_ids: int
+
+    @property
+    def status(self) -> Int64:
+        """What is wrong with each request, int64 [requests, STATUS_COLUMNS]; it shares memory."""
+        return self.flat[: self.requests * item.STATUS_COLUMNS].reshape(-1, item.STATUS_COLUMNS)
+
+    @property
+    def batch(self) -> Batch:
+        """The batch by names; it shares memory."""
+        return arrays.batch_of(self.flat, self.requests, self.src_groups, self.dst_groups)[1]
+
+
+class Measured(NamedTuple):
+    """What `measure` found, and hands to `write`."""
+
+    memory: Int64
+    sizes: tuple[int, int]
+    spans: Int64
+    descriptors: int
+    failed: int
+    uncovered: int
 
 
 def warmup() -> None:
@@ -57,15 +92,53 @@ def kernels() -> dict[str, object]:
     return {name: value for name, value in found if hasattr(value, "signatures")}
 
 
-def measure(program: Program, batch: Batch, work: Work) -> tuple[int, int]:
-    """Check and count a batch; return (failed requests, uncovered dst blocks). See `kernels.cpu.measure`."""
+def read(
+    packed: bytes, lists: list[npt.NDArray[np.integer]], requests: int, groups: tuple[int, int], limit: int
+) -> Given | None:
+    """Read what requests give, packed as `kernels.ids.read` says; id lists that are arrays come apart, in order.
+
+    Returns
+    -------
+    Given or None
+        None if something there is not as it should be.
+    """
     warmup()
-    return cpu.measure(tuple(program), tuple(batch), tuple(work))  # type: ignore[no-any-return]
+    start = arrays.given_size(requests, *groups)
+    flat = np.empty(start + len(packed) + sum(map(len, lists)), np.int64)  # an id takes a byte at least
+    starts = np.empty(len(lists), np.int64) if lists else _NONE
+    src_ids, dst_ids = ids.read(np.frombuffer(packed, np.uint8), flat, starts, requests, *groups, limit)
+    if src_ids < 0:
+        return None
+    for at, array in zip(starts.tolist(), lists, strict=True):
+        flat[at : at + len(array)] = array
+    return Given(flat, requests, *groups, src_ids, dst_ids)
 
 
-def write(program: Program, batch: Batch, work: Work, src: UInt64, dst: UInt64, length: UInt64) -> None:
-    """Write the descriptors of a measured batch into uint64 arrays of ``work.spans[-1]`` items."""
-    cpu.write(tuple(program), tuple(batch), tuple(work), src.view(np.int64), dst.view(np.int64), length.view(np.int64))
+def measure(program: Program, given: Given, sort: bool = False) -> Measured:
+    """Check and count a batch. See `kernels.cpu.measure`."""
+    requests, pairs, classes = given.requests, len(program.pairs), len(program.classes)
+    slots, scratch = 2 << int(given.dst_ids).bit_length(), 0
+    if sort:
+        kind = program.lanes[:, item.LANE_KIND]
+        rows = (program.lanes[:, item.LANE_STOP] - program.lanes[:, item.LANE_START])[kind == item.CHAIN]
+        most = classes * min(given.src_ids, given.dst_ids)
+        scratch = max(most * int(rows.max(initial=1)), 1 << order.RADIX)
+    sizes = arrays.work_sizes(requests, pairs, classes, given.src_ids, given.dst_ids, slots, scratch)
+    memory = np.empty(sum(sizes), np.int64)
+    found = cpu.measure(*program, given.flat, memory, requests, slots, scratch)
+    # A copy: the rest of the memory need not live as long as the result.
+    return Measured(memory, (slots, scratch), memory[: requests + 1].copy(), *found)
+
+
+def write(program: Program, given: Given, measured: Measured, src: UInt64, dst: UInt64, length: UInt64) -> None:
+    """Write the descriptors of a measured batch into arrays of so many items."""
+    cpu.write(*program, given.flat, measured.memory, given.requests, *measured.sizes, src, dst, length)
+
+
+def uncovered(given: Given, measured: Measured) -> Int64:
+    """Return the marks of the dst ids that are not wholly written."""
+    start = given.requests + 1
+    return measured.memory[start : start + given.dst_ids]
 
 
 def cut(
@@ -83,12 +156,6 @@ def cut(
     return made, cut_spans
 
 
-def decode(packed: bytearray, offsets: Int64, at: Int64, out: Int64) -> int:
-    """Read integer lists out of msgpack into ``out``; return how many are none. See `kernels.ids.decode`."""
-    warmup()
-    return ids.decode(np.frombuffer(packed, np.uint8), offsets, at, out)  # type: ignore[no-any-return]
-
-
 def outside(address: UInt64, length: UInt64, base: UInt64, nbytes: UInt64) -> int:
     """Return the first row that lies in no single buffer, -1 if there is none. See `kernels.descriptors.outside`."""
     warmup()
@@ -102,16 +169,16 @@ def copy(src: UInt64, dst: UInt64, length: UInt64) -> None:
     descriptors.copy(src.view(np.int64), dst.view(np.int64), length.view(np.int64))
 
 
-def most_nbytes(program: Program, batch: Batch, status: Int64) -> int:
+def most_nbytes(program: Program, given: Given) -> int:
     """Return the bytes of all pieces if no request fails at its ids and none is null."""
-    warmup()
-    return _count(program, batch, status.copy())[3]
+    return _count(program, given)[3]
 
 
-def _count(program: Program, batch: Batch, status: Int64) -> tuple[int, ...]:
-    requests, pairs, classes, lanes = len(status), len(program.pairs), len(program.classes), max(len(program.lanes), 1)
+def _count(program: Program, given: Given) -> tuple[int, ...]:
+    requests, pairs, classes = given.requests, len(program.pairs), len(program.classes)
+    lanes = max(len(program.lanes), 1)
     return known.count_candidates(  # type: ignore[no-any-return]
-        *(tuple(program), tuple(batch), status),
+        *(tuple(program), tuple(given.batch), given.status.copy()),
         np.empty((requests, pairs, item.ALIGN_COLUMNS), np.int64),
         np.empty((requests, classes, known.WINDOW_COLUMNS), np.int64),
         np.empty((requests * lanes + 1, known.SEGMENT_COLUMNS), np.int64),
@@ -126,33 +193,7 @@ def pack(address: UInt64, length: UInt64, spans: Int64, staging: int, unpacks: b
     return byte_spans
 
 
-def empty_work(program: Program, batch: Batch, status: Int64, sort: bool) -> Work:
-    """Allocate the arrays that the kernels of one build hand to each other.
-
-    A class pairs each id at most once. (Classes of one group pair may have equal phases: other strides, other parts.)
-    """
-    requests, pairs, classes = len(status), len(program.pairs), len(program.classes)
-    dst_ids = len(batch.dst_ids)
-    most = classes * min(len(batch.src_ids), dst_ids)
-    scratch = 0
-    if sort:
-        kind = program.lanes[:, item.LANE_KIND]
-        rows = (program.lanes[:, item.LANE_STOP] - program.lanes[:, item.LANE_START])[kind == item.CHAIN]
-        scratch = max(most * int(rows.max(initial=1)), 1 << order.RADIX)
-    return Work(
-        status,
-        np.empty((requests, pairs, item.ALIGN_COLUMNS), np.int64),
-        np.empty((requests, classes, item.EXTENT_COLUMNS), np.int64),
-        np.empty(most, np.int64),
-        np.empty(most, np.int64),
-        np.empty(most, np.int64),
-        np.empty(most, np.int64),
-        np.empty(most, np.int64),
-        np.zeros(dst_ids, np.uint8),
-        np.empty(2 << dst_ids.bit_length(), np.int64),
-        np.empty(requests + 1, np.int64),
-        np.empty((SCRATCH_ROWS, scratch), np.int64),
-    )
+_NONE = np.empty(0, np.int64)
 
 
 def _run_once() -> None:
@@ -170,13 +211,12 @@ def _run_once() -> None:
         nothing(item.GROUP_COLUMNS),
         nothing(item.GROUP_COLUMNS),
     )
-    batch = Batch(nothing(), one, nothing(), one, nothing(0), nothing(0), nothing(), nothing())
-    work = empty_work(program, batch, nothing(item.STATUS_COLUMNS), False)
-    cpu.measure(tuple(program), tuple(batch), tuple(work))
-    cpu.write(tuple(program), tuple(batch), tuple(work), nothing(), nothing(), nothing())
+    flat, columns = np.zeros(64, np.int64), (nothing().view(np.uint64),) * 3
+    ids.read(np.frombuffer(bytes(16), np.uint8), flat, nothing(), 0, 0, 0, 0)
+    given = Given(flat, 0, 0, 0, 0, 0)
+    write(program, given, measure(program, given), *columns)
     descriptors.cut(nothing(), nothing(), nothing(), one, 1, nothing(3), nothing(3), *(nothing(),) * 3, one)
-    ids.decode(np.frombuffer(bytearray(1), np.uint8), nothing(), one, nothing())
     descriptors.copy(nothing(), nothing(), nothing())
     descriptors.outside(*(nothing().view(np.uint64),) * 4)
-    _count(program, batch, nothing(item.STATUS_COLUMNS))
+    _count(program, given)
     packing.pack(nothing(), nothing(), one, 0, 0, one)

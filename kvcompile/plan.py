@@ -189,23 +189,23 @@ class Plan:
         if out is not None and (not isinstance(out, Descriptors) or out._memory is None):
             raise ValueError(f"out is {out!r}, expected an earlier result of build (not a batch of one)")
         batch_of = list(requests)
-        batch, status, errors = gather(batch_of, self.src.block_size, self.dst.block_size)
+        given, errors = gather(batch_of, self.src.block_size, self.dst.block_size)
         program = self._program
-        work = backend.empty_work(program, batch, status, sort)
-        failed, uncovered = backend.measure(program, batch, work)
-        result = Descriptors(_NONE, _NONE, _NONE, work.spans, tuple(r.id for r in batch_of)) if out is None else out
-        columns = result._room(int(work.spans[-1]))
-        backend.write(program, batch, work, *columns)
-        spans = work.spans
+        measured = backend.measure(program, given, sort)
+        result = Descriptors(_NONE, _NONE, _NONE, _NO_SPANS, ()) if out is None else out
+        columns, spans = result._room(measured.descriptors), measured.spans
+        backend.write(program, given, measured, *columns)
         if max_length is not None or len(self._src_edges) or len(self._dst_edges):
-            columns, spans = backend.cut(columns, spans, max_length, self._src_edges, self._dst_edges)
-            if spans is not work.spans:
-                result._memory = columns
+            cut, spans = backend.cut(columns, spans, max_length, self._src_edges, self._dst_edges)
+            if cut is not columns:
+                result._memory = columns = cut
         result.src, result.dst, result.length = columns
-        result.spans, result.requests = spans, tuple(r.id for r in batch_of)
+        result.spans, result.requests = spans, tuple([request.id for request in batch_of])
         result._caches = self._caches
-        result.failed = self._failed(batch_of, status, errors) if failed else {}
-        result.uncovered = self._uncovered(batch_of, batch, status, work.uncovered) if uncovered else {}
+        result.failed = self._failed(batch_of, given.status, errors) if measured.failed else {}
+        result.uncovered = (
+            self._uncovered(batch_of, given.batch, backend.uncovered(given, measured)) if measured.uncovered else {}
+        )
         return result
 
     def packed_nbytes(self, requests: Iterable[Request]) -> int:
@@ -311,7 +311,7 @@ class Plan:
         )  # fmt: skip
 
     def _uncovered(
-        self, requests: Sequence[Request], batch: Batch, status: Int64, marks: npt.NDArray[np.uint8]
+        self, requests: Sequence[Request], batch: Batch, marks: npt.NDArray[np.integer]
     ) -> dict[Hashable, list[tuple[int, int]]]:
         groups = len(self.dst.block_size)
         found: dict[Hashable, list[tuple[int, int]]] = {}
@@ -327,4 +327,4 @@ class Plan:
         return found
 
 
-_NONE = np.empty(0, np.uint64)
+_NONE, _NO_SPANS = np.empty(0, np.uint64), np.zeros(1, np.int64)

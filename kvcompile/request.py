@@ -1,8 +1,10 @@
-"""Requests, and how a batch of them becomes arrays. It checks what ids *are*; what they mean is checked by kernels."""
+"""Requests, and how a batch of them becomes one array. It checks what ids *are*; what they mean, kernels check."""
 
-import itertools
 import operator
 from collections.abc import Hashable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import product
+from types import NoneType
 from typing import Any
 
 import msgspec
@@ -10,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcompile import backend
-from kvcompile.backend import Batch
+from kvcompile.backend import Given
 from kvcompile.errors import RequestError
 from kvcompile.kernels import item
 
@@ -19,11 +21,7 @@ __all__ = ["Request", "gather"]
 Int64 = npt.NDArray[np.int64]
 
 LARGEST = 2**63 - 1
-MAX_TOKENS = 2**60
-"""Positions, in tokens, lie below this, so that no sum of them can leave 64 bits."""
-
 _NOTHING = np.empty(0, np.int64)
-_ENCODER = msgspec.msgpack.Encoder()
 
 
 class Request(msgspec.Struct, frozen=True, eq=False):
@@ -50,14 +48,17 @@ class Request(msgspec.Struct, frozen=True, eq=False):
     num_tokens: int | None = None
 
 
-class _WrongKindError(Exception):
+class _WrongKindError(TypeError):
     """What an id list is instead of one: (expected, position or None, value)."""
 
 
 def gather(
     requests: Sequence[Request], src_sizes: Sequence[int], dst_sizes: Sequence[int]
-) -> tuple[Batch, Int64, dict[int, RequestError]]:
-    """Gather the ids of a batch into flat arrays: one Python step a list, none an id.
+) -> tuple[Given, dict[int, RequestError]]:
+    """Gather what a batch gives into one array: one Python step a list, none an id.
+
+    msgspec packs all lists at once and a kernel reads them, which costs a fourth of ``numpy.array`` and finds whatever
+    is no integer. A batch in which something is odd is gone through once more, item by item, and each fault named.
 
     Parameters
     ----------
@@ -67,171 +68,139 @@ def gather(
 
     Returns
     -------
-    batch : Batch
-    status : int64 array [requests, STATUS_COLUMNS]
-        REFUSED for those in ``errors``, whose ids mean nothing; else OK.
+    given : Given
+        Its status is REFUSED for those in ``errors``, which give nothing; else OK.
     errors : dict
         Index of a request -> its first error, in the order kinds (src, dst, positions), lists.
     """
-    src, dst = _Side("src", src_sizes), _Side("dst", dst_sizes)
-    num_tokens, twice = [], [0] * len(requests)
-    seen: dict[Hashable, int] = {}
-    errors: dict[int, RequestError] = {}
     for number, request in enumerate(requests):
         if not isinstance(request, Request):
             raise ValueError(f"requests[{number}] is a {type(request).__name__}, expected a Request")
+    errors: dict[int, RequestError] = {}
+    groups, limit = (len(src_sizes), len(dst_sizes)), item.MOST_TOKENS // max(*src_sizes, *dst_sizes, 1)
+    given = _read(requests, groups, limit) if all(map(_plain, requests)) else None
+    if given is None:
+        exact = []
+        for number, request in enumerate(requests):
+            try:
+                exact.append(_exact(request, src_sizes, dst_sizes))
+            except RequestError as error:
+                errors[number] = error
+                exact.append(Request(None, [[]] * groups[0], [[]] * groups[1]))
+        given = _read(exact, groups, item.MOST_TOKENS)
+        if given is None:
+            raise AssertionError("requests of exact kinds were not understood")
+        if errors:
+            given.status[list(errors), item.CODE] = item.REFUSED
+    seen: dict[Hashable, int] = {}
+    for number, request in enumerate(requests):
         first = seen.setdefault(request.id, number)
         if first != number:
-            twice[first] = twice[number] = 1
-        tokens = -1
-        try:
-            src_lists, dst_lists = src.take(request, request.src_blocks), dst.take(request, request.dst_blocks)
-            if request.num_tokens is not None:
-                tokens = _tokens(request)
-            src.place(request, request.src_first)
-            dst.place(request, request.dst_first)
-            src.count(request, src_lists, request.src_first)
-            dst.count(request, dst_lists, request.dst_first)
-            _positions(request)
-        except RequestError as error:
-            errors[number] = error
-        num_tokens.append(tokens)
-        src.close(number)
-        dst.close(number)
-    src_ids, src_at = src.flat()
-    dst_ids, dst_at = dst.flat()
-    for number in sorted({*src.wrong, *dst.wrong}):
-        found = src.find_wrong(requests[number]) or dst.find_wrong(requests[number])
-        if found is not None:  # kinds come before what else was found
-            errors[number] = found
-    status = np.zeros((len(requests), item.STATUS_COLUMNS), np.int64)
-    if errors:
-        status[list(errors), item.CODE] = item.REFUSED
-    tokens_of, twice_of = np.array(num_tokens, np.int64), np.array(twice, np.int64)
-    batch = Batch(src_ids, src_at, dst_ids, dst_at, src.firsts(), dst.firsts(), tokens_of, twice_of)
-    return batch, status, errors
+            given.batch.twice[[first, number]] = 1
+    return given, errors
 
 
-class _Side:
-    """The id lists of one side as they come in: Python lists packed as msgpack, arrays kept as they are.
+_LISTS = frozenset({list, tuple, np.ndarray})
+_SHAPES = frozenset(product({list, tuple}, {list, tuple}, *[{list, tuple, NoneType}] * 2, {int, NoneType}))
 
-    Packing and decoding a list costs a fourth of ``numpy.array``, and finds bools and floats on the way.
-    """
 
-    def __init__(self, side: str, sizes: Sequence[int]) -> None:
-        self.side = side
-        self.sizes = sizes
-        self.packed = bytearray()
-        self.offsets: list[int] = []  # into packed, one a list; -1 for an array
-        self.arrays: dict[int, npt.NDArray[Any]] = {}  # by number of the list
-        self.counts: list[int] = []
-        self.positions: list[int] = []
-        self.wrong: list[int] = []  # requests with a packed list that holds no integers
+def _plain(request: Request) -> bool:
+    """Return whether msgspec packs a request as what it is. (It takes a set for a list, for one.)"""
+    src, dst, first = request.src_blocks, request.dst_blocks, request.src_first
+    shape = type(src), type(dst), type(first), type(request.dst_first), type(request.num_tokens)
+    return shape in _SHAPES and _LISTS.issuperset(map(type, src)) and _LISTS.issuperset(map(type, dst))
 
-    def take(self, request: Request, lists: Any) -> int:
-        """Take one request's lists; return how many there are."""
-        if isinstance(lists, (str, bytes, dict, set)) or not isinstance(lists, Iterable):
-            raise self._refused(request, f"{self.side}_blocks is {_kind(lists)}, expected one id list a group", lists)
-        given = 0
-        for ids in lists:
-            offset = len(self.packed)
-            if isinstance(ids, (list, tuple)) and self._pack(ids):
-                self.offsets.append(offset)
-            else:
-                try:
-                    ids = _integers(ids)  # noqa: PLW2901
-                except _WrongKindError as wrong:
-                    raise self._wrong_kind(request, given, wrong) from None
-                self.arrays[len(self.offsets)] = ids
-                self.offsets.append(-1)
-            self.counts.append(len(ids))
-            given += 1
-        return given
 
-    def place(self, request: Request, firsts: Any) -> None:
-        """Take one request's positions."""
-        if firsts is None:
-            return
-        if isinstance(firsts, (str, bytes, dict, set)) or not isinstance(firsts, Iterable):
-            raise self._refused(request, f"{self.side}_first is {_kind(firsts)}, expected one position a group", firsts)
-        for group, value in enumerate(firsts):
-            position = _whole(value)
-            size = self.sizes[group] if group < len(self.sizes) else 1
-            if position is None or not 0 <= position * size < MAX_TOKENS:
-                bound = MAX_TOKENS // size
-                message = f"{self.side}_first of group {group} is {_kind(value)}, expected 0 <= position < {bound}"
-                raise self._refused(request, message, value, group, bound)
-            self.positions.append(position)
-
-    def count(self, request: Request, lists: int, firsts: Any) -> None:
-        """Refuse another number of lists, or of positions, than this side has groups."""
-        groups = len(self.sizes)
-        for what, given in (("blocks", lists), ("first", groups if firsts is None else len(firsts))):
-            if given != groups:
-                message = f"{self.side}_{what} has {given} items, expected {groups}, one a group of {self.side}"
-                raise self._refused(request, message, given, bound=groups)
-
-    def close(self, number: int) -> None:
-        """End a request: one list and one position a group, also where it was refused half-way."""
-        end = (number + 1) * len(self.sizes)
-        for values, filler in ((self.offsets, -1), (self.counts, 0), (self.positions, -1)):
-            if len(values) != end:
-                del values[end:]
-                values.extend([filler] * (end - len(values)))
-
-    def flat(self) -> tuple[Int64, Int64]:
-        """Return all ids as one fresh contiguous writable int64 array, and where each list begins and the last ends."""
-        ends = [0, *itertools.accumulate(self.counts)]
-        at, ids = np.array(ends, np.int64), np.empty(ends[-1], np.int64)
-        if self.packed:
-            offsets = np.array(self.offsets, np.int64)
-            wrong = backend.decode(self.packed, offsets, at, ids)
-            if wrong:
-                self.wrong = [number // len(self.sizes) for number in np.flatnonzero(offsets == -2).tolist()]
-        for number, array in self.arrays.items():
-            if number < len(self.counts) and self.counts[number]:
-                ids[ends[number] : ends[number + 1]] = array
-        return ids, at
-
-    def firsts(self) -> Int64:
-        """Return the positions, int64 [requests, groups]; -1 for none."""
-        return np.array(self.positions, np.int64).reshape(-1, len(self.sizes)) if self.sizes else _NO_GROUPS
-
-    def find_wrong(self, request: Request) -> RequestError | None:
-        """Return the first error of kind among one request's lists."""
-        for group, ids in enumerate(request.src_blocks if self.side == "src" else request.dst_blocks):
-            try:
-                _integers(ids)
-            except _WrongKindError as wrong:
-                return self._wrong_kind(request, group, wrong)
+def _read(requests: Sequence[Request], groups: tuple[int, int], limit: int) -> Given | None:
+    lists: list[npt.NDArray[np.integer]] = []
+    try:
+        packed = msgspec.msgpack.Encoder(enc_hook=partial(_keep, lists)).encode(
+            (
+                [request.src_blocks for request in requests],
+                [request.dst_blocks for request in requests],
+                [request.src_first for request in requests],
+                [request.dst_first for request in requests],
+                [request.num_tokens for request in requests],
+            )
+        )
+    except (TypeError, OverflowError, ValueError, RecursionError):
         return None
+    return backend.read(packed, lists, len(requests), groups, limit)
 
-    def _pack(self, ids: Any) -> bool:
+
+def _keep(lists: list[npt.NDArray[np.integer]], value: Any) -> int:
+    """Keep an id list that is an array; its size stands for it. (Anywhere else it is a number too many.)"""
+    if isinstance(value, np.ndarray):
+        array = _integers(value)
+        lists.append(array)
+        return len(array)
+    if isinstance(value, np.integer):
+        return int(value)
+    raise TypeError
+
+
+def _exact(request: Request, src_sizes: Sequence[int], dst_sizes: Sequence[int]) -> Request:
+    """Return the same request as arrays and integers, or raise what is wrong with it."""
+    src, dst = _arrays(request, "src", request.src_blocks), _arrays(request, "dst", request.dst_blocks)
+    num_tokens = None if request.num_tokens is None else _tokens(request)
+    src_first = _firsts(request, "src", request.src_first, src_sizes)
+    dst_first = _firsts(request, "dst", request.dst_first, dst_sizes)
+    for side, first, arrays, sizes in (("src", src_first, src, src_sizes), ("dst", dst_first, dst, dst_sizes)):
+        for what, given in (("blocks", len(arrays)), ("first", len(sizes) if first is None else len(first))):
+            if given != len(sizes):
+                message = f"{side}_{what} has {given} items, expected {len(sizes)}, one a group of {side}"
+                raise _refused(request, side, message, given, bound=len(sizes))
+    _positions(request)
+    return Request(request.id, src, dst, src_first, dst_first, num_tokens)
+
+
+def _arrays(request: Request, side: str, lists: Any) -> list[npt.NDArray[Any]]:
+    """Return one request's id lists of a side, with every id of a kind that is one."""
+    if isinstance(lists, (str, bytes, dict, set)) or not isinstance(lists, Iterable):
+        raise _refused(request, side, f"{side}_blocks is {_kind(lists)}, expected one id list a group", lists)
+    arrays = []
+    for group, ids in enumerate(lists):
         try:
-            _ENCODER.encode_into(ids, self.packed, len(self.packed))
-        except (TypeError, OverflowError, ValueError, RecursionError):  # numpy's integers, or no integers at all
-            return False
-        return True
+            arrays.append(_integers(ids))
+        except _WrongKindError as wrong:
+            expected, position, value = wrong.args
+            where = "" if position is None else f", position {position}"
+            message = f"{side} ids of group {group}{where}: got {_kind(value)}, expected {expected}"
+            raise _refused(request, side, message, value, group, position=position) from None
+    return arrays
 
-    def _wrong_kind(self, request: Request, group: int, wrong: _WrongKindError) -> RequestError:
-        expected, position, value = wrong.args
-        where = "" if position is None else f", position {position}"
-        message = f"{self.side} ids of group {group}{where}: got {_kind(value)}, expected {expected}"
-        return self._refused(request, message, value, group, position=position)
 
-    def _refused(
-        self,
-        request: Request,
-        message: str,
-        value: object,
-        group: int | None = None,
-        bound: int | None = None,
-        position: int | None = None,
-    ) -> RequestError:
-        return RequestError(
-            f"request {request.id!r}: {message}",
-            request=request.id, side=self.side, group=group, position=position, value=value, bound=bound,
-        )  # fmt: skip
+def _firsts(request: Request, side: str, firsts: Any, sizes: Sequence[int]) -> list[int] | None:
+    """Return one request's positions of a side."""
+    if firsts is None:
+        return None
+    if isinstance(firsts, (str, bytes, dict, set)) or not isinstance(firsts, Iterable):
+        raise _refused(request, side, f"{side}_first is {_kind(firsts)}, expected one position a group", firsts)
+    found = []
+    for group, value in enumerate(firsts):
+        position = _whole(value)
+        size = sizes[group] if group < len(sizes) else 1
+        if position is None or not 0 <= position * size < item.MOST_TOKENS:
+            bound = item.MOST_TOKENS // size
+            message = f"{side}_first of group {group} is {_kind(value)}, expected 0 <= position < {bound}"
+            raise _refused(request, side, message, value, group, bound)
+        found.append(position)
+    return found
+
+
+def _refused(
+    request: Request,
+    side: str,
+    message: str,
+    value: object,
+    group: int | None = None,
+    bound: int | None = None,
+    position: int | None = None,
+) -> RequestError:
+    return RequestError(
+        f"request {request.id!r}: {message}",
+        request=request.id, side=side, group=group, position=position, value=value, bound=bound,
+    )  # fmt: skip
 
 
 def _integers(ids: Any) -> npt.NDArray[Any]:
@@ -266,10 +235,10 @@ def _each(ids: Iterable[Any]) -> Iterator[int]:
 
 def _tokens(request: Request) -> int:
     tokens = _whole(request.num_tokens)
-    if tokens is None or not 0 <= tokens < MAX_TOKENS:
+    if tokens is None or not 0 <= tokens < item.MOST_TOKENS:
         raise RequestError(
-            f"request {request.id!r}: num_tokens is {_kind(request.num_tokens)}, expected 0 <= it < {MAX_TOKENS}",
-            request=request.id, value=request.num_tokens, bound=MAX_TOKENS,
+            f"request {request.id!r}: num_tokens is {_kind(request.num_tokens)}, expected 0 <= it < {item.MOST_TOKENS}",
+            request=request.id, value=request.num_tokens, bound=item.MOST_TOKENS,
         )  # fmt: skip
     return tokens
 
@@ -300,6 +269,3 @@ def _whole(value: Any) -> int | None:
 
 def _kind(value: Any) -> str:
     return f"{value!r:.60} ({type(value).__name__})"
-
-
-_NO_GROUPS = np.empty((0, 0), np.int64)

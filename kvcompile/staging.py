@@ -86,8 +86,8 @@ def apart(program: Program) -> Program:
 
 def packed_nbytes(plan: "Plan", requests: Sequence[Request]) -> int:
     """Return the bytes that a staging buffer needs; nulls and failed requests make it fewer."""
-    batch, status, _ = gather(requests, plan.src.block_size, plan.dst.block_size)
-    return backend.most_nbytes(apart(plan._program), batch, status)
+    given, _ = gather(requests, plan.src.block_size, plan.dst.block_size)
+    return backend.most_nbytes(apart(plan._program), given)
 
 
 def pack(plan: "Plan", requests: Sequence[Request], staging: Any, unpacks: bool) -> Packed:
@@ -107,22 +107,21 @@ def pack(plan: "Plan", requests: Sequence[Request], staging: Any, unpacks: bool)
     ValueError
         The buffer is too small, not contiguous, or cannot be written to.
     """
-    batch, status, errors = gather(requests, plan.src.block_size, plan.dst.block_size)
+    given, errors = gather(requests, plan.src.block_size, plan.dst.block_size)
     program = apart(plan._program)
-    given = span(staging)
-    if not unpacks and not given.flags.writeable:
+    room = span(staging)
+    if not unpacks and not room.flags.writeable:
         raise ValueError("staging is read-only, expected writable memory")
-    if given.nbytes < (need := backend.most_nbytes(program, batch, status)):
-        raise too_small(given.nbytes, need)
-    work = backend.empty_work(program, batch, status, False)
-    failed, uncovered = backend.measure(program, batch, work)
-    src, dst, length = (np.empty(int(work.spans[-1]), np.uint64) for _ in range(3))
-    backend.write(program, batch, work, src, dst, length)
-    spans = backend.pack(dst if unpacks else src, length, work.spans, given.ctypes.data, unpacks)
+    if room.nbytes < (need := backend.most_nbytes(program, given)):
+        raise too_small(room.nbytes, need)
+    measured = backend.measure(program, given)
+    src, dst, length = (np.empty(measured.descriptors, np.uint64) for _ in range(3))
+    backend.write(program, given, measured, src, dst, length)
+    spans = backend.pack(dst if unpacks else src, length, measured.spans, room.ctypes.data, unpacks)
     found = Found(
         spans,
-        plan._failed(requests, status, errors) if failed else {},
-        plan._uncovered(requests, batch, status, work.uncovered) if uncovered else {},
+        plan._failed(requests, given.status, errors) if measured.failed else {},
+        plan._uncovered(requests, given.batch, backend.uncovered(given, measured)) if measured.uncovered else {},
     )
     return Packed(tuple(request.id for request in requests), found)
 

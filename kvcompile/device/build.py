@@ -222,7 +222,7 @@ class Report:
                 self.failed = job.plan._failed(shown, status, job.errors)
             marks = job.part(self._words, known.MARKS) if job.covers else _NO_MARKS
             if marks.any():
-                self.uncovered = job.plan._uncovered(job.requests, job.batch, status, marks.astype(np.uint8))
+                self.uncovered = job.plan._uncovered(job.requests, job.batch, marks)
             self._job = None
 
     def _shown(self, job: Job, status: Int64, values: Int64) -> list[Request]:
