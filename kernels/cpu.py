@@ -10,6 +10,7 @@ from kvcompile._jit import entry, jit
 from kvcompile.kernels import arrays, item
 from kvcompile.kernels.arrays import Program
 from kvcompile.kernels.check import check, conflict, window
+from kvcompile.kernels.columns import size_of, write_column, write_lengths
 from kvcompile.kernels.order import sort, sorted_already
 
 batch_of = jit(arrays.batch_of)
@@ -155,16 +156,12 @@ def mark_class(program, batch, work, r, c, extent):
         + line[item.DST_SHIFT]
     )
     src, dst = work.src[extent[item.PAIRS_AT] :], work.dst[extent[item.PAIRS_AT] :]
-    pairs = 0
-    for _ in range(stop - start):
-        src[pairs], dst[pairs] = batch.src_ids[i], batch.dst_ids[j]
-        null = nulls and (
-            (src_null[item.HAS_NULL] != 0 and src[pairs] == src_null[item.NULL])
-            or (dst_null[item.HAS_NULL] != 0 and dst[pairs] == dst_null[item.NULL])
-        )
-        pairs += not null
-        i += src_step
-        j += dst_step
+    pairs = stop - start
+    if nulls:
+        pairs = drop_nulls(batch, i, j, src_step, dst_step, src_null, dst_null, src[:pairs], dst[:pairs])
+    else:
+        take(batch.src_ids[i:], src_step, src[:pairs])
+        take(batch.dst_ids[j:], dst_step, dst[:pairs])
     extent[item.PAIRS] = pairs
     if pairs > 1 and work.scratch.shape[1] > 0:
         sort_pairs(src[:pairs], dst[:pairs], kind[item.SRC_UNIT], kind[item.DST_UNIT], work.scratch)
@@ -173,6 +170,30 @@ def mark_class(program, batch, work, r, c, extent):
         extent[item.RUNS] = mark_runs(
             src[:pairs], dst[:pairs], work.run_src[at:], work.run_dst[at:], work.run_blocks[at:]
         )
+
+
+@jit
+def take(ids, step, out):
+    if step == 1:
+        out[:] = ids[: len(out)]
+    else:
+        for k in range(len(out)):
+            out[k] = ids[k * step]
+
+
+@jit
+def drop_nulls(batch, i, j, src_step, dst_step, src_null, dst_null, src, dst):
+    """Take the pairs of which neither is a null; return how many."""
+    pairs = 0
+    for _ in range(len(src)):
+        src[pairs], dst[pairs] = batch.src_ids[i], batch.dst_ids[j]
+        pairs += not (
+            is_null(src[pairs], src_null[item.HAS_NULL], src_null[item.NULL])
+            or is_null(dst[pairs], dst_null[item.HAS_NULL], dst_null[item.NULL])
+        )
+        i += src_step
+        j += dst_step
+    return pairs
 
 
 @jit
@@ -208,14 +229,11 @@ def count(program, batch, work):
     for r in range(len(batch.num_tokens)):
         total = 0
         if work.status[r, item.CODE] == item.OK:
-            for lane in program.lanes:
-                extent = work.extent[r, program.rows[lane[item.LANE_START], item.CLASS]]
-                if lane[item.LANE_KIND] == item.APART:
-                    total += extent[item.PAIRS] * program.rows[lane[item.LANE_START], item.COUNT]
-                elif lane[item.LANE_KIND] == item.DENSE:
-                    total += extent[item.RUNS]
+            for number in range(len(program.lanes)):
+                if program.lanes[number, item.LANE_KIND] == item.CHAIN:
+                    total += chain(program, batch, work, r, program.lanes[number], none, none, none)
                 else:
-                    total += chain(program, batch, work, r, lane, none, none, none)
+                    total += size_of(program, work.extent[r], number)
         work.spans[r + 1] = work.spans[r] + total
 
 
@@ -227,74 +245,26 @@ def write(
     program = Program(rows, lanes, classes, pairs, src_groups, dst_groups)
     batch, work = parts(program, given, memory, requests, slots, scratch)
     src, dst, length = src.view(np.int64), dst.view(np.int64), length.view(np.int64)
+    lanes = program.lanes
     for r in range(requests):
-        at = work.spans[r]
+        at, number = work.spans[r], 0
         if work.spans[r + 1] == at:
             continue
-        before = -1
-        for lane in program.lanes:
-            number = lane[item.LANE_START]
-            row = program.rows[number]
-            extent = work.extent[r, row[item.CLASS]]
-            # Columns apart and through views: only this form vectorizes.
-            if lane[item.LANE_KIND] == item.APART:
-                size = row[item.COUNT] * extent[item.PAIRS]
-                if before >= 0 and moves_alike(row, program.rows[before]):
-                    # An addition for each piece: AVX2 has no product of 64-bit integers.
-                    last = program.rows[before]
-                    shift(src[at : at + size], src[at - size : at], row[item.SRC_ORIGIN] - last[item.SRC_ORIGIN])
-                    shift(dst[at : at + size], dst[at - size : at], row[item.DST_ORIGIN] - last[item.DST_ORIGIN])
-                else:
-                    begin, end = extent[item.PAIRS_AT], extent[item.PAIRS_AT] + extent[item.PAIRS]
-                    count, inner = row[item.COUNT], (row[item.SRC_INNER], row[item.DST_INNER])
-                    spread(src[at:], work.src[begin:end], row[item.SRC_ORIGIN], row[item.SRC_STRIDE], count, inner[0])
-                    spread(dst[at:], work.dst[begin:end], row[item.DST_ORIGIN], row[item.DST_STRIDE], count, inner[1])
-                length[at : at + size] = row[item.LENGTH]
-                before = number
-                at += size
+        extent = work.extent[r]
+        while number < len(lanes):
+            if lanes[number, item.LANE_KIND] == item.CHAIN:
+                at += chain(program, batch, work, r, lanes[number], src[at:], dst[at:], length[at:])
+                number += 1
                 continue
-            before = -1
-            if lane[item.LANE_KIND] == item.DENSE:
-                begin, end = extent[item.RUNS_AT], extent[item.RUNS_AT] + extent[item.RUNS]
-                spread(src[at:], work.run_src[begin:end], row[item.SRC_ORIGIN], row[item.SRC_STRIDE], 1, 0)
-                spread(dst[at:], work.run_dst[begin:end], row[item.DST_ORIGIN], row[item.DST_STRIDE], 1, 0)
-                whole = row[item.LENGTH] + row[item.TAIL]
-                spread(length[at:], work.run_blocks[begin:end], -row[item.TAIL], whole, 1, 0)
-                at += extent[item.RUNS]
-            else:
-                at += chain(program, batch, work, r, lane, src[at:], dst[at:], length[at:])
-
-
-@jit
-def moves_alike(row, other):
-    """Return whether the pieces of two rows are the same distance apart on each side, whatever the ids."""
-    same = True
-    for column in (item.CLASS, item.COUNT, item.SRC_STRIDE, item.DST_STRIDE, item.SRC_INNER, item.DST_INNER):
-        same &= row[column] == other[column]
-    return same
-
-
-@jit
-def shift(out, before, distance):
-    for i in range(len(out)):
-        out[i] = before[i] + distance
-
-
-@jit
-def spread(out, blocks, origin, stride, count, inner):
-    if count == 1:
-        for i in range(len(blocks)):
-            out[i] = address(origin, blocks[i], stride)
-    else:
-        spread_inner(out, blocks, origin, stride, count, inner)
-
-
-@jit
-def spread_inner(out, blocks, origin, stride, count, inner):
-    for i in range(len(blocks)):
-        begin, block_out = address(origin, blocks[i], stride), out[i * count : (i + 1) * count]
-        for k in range(count):
-            block_out[k] = begin + k * inner
+            begin = number
+            while number < len(lanes) and lanes[number, item.LANE_KIND] != item.CHAIN:
+                number += 1
+            # Column by column, each in one sweep: as fast as memory takes them.
+            columns = item.SRC_ORIGIN, item.SRC_STRIDE, item.SRC_INNER
+            write_column(program, extent, begin, number, src[at:], work.src, work.run_src, item.SRC_AGAIN, columns)
+            columns = item.DST_ORIGIN, item.DST_STRIDE, item.DST_INNER
+            write_column(program, extent, begin, number, dst[at:], work.dst, work.run_dst, item.DST_AGAIN, columns)
+            at += write_lengths(program, extent, begin, number, length[at:], work.run_blocks)
 
 
 @jit

@@ -22,8 +22,9 @@ import numpy as np
     ROW_COLUMNS,
 ) = range(11)
 
-# Columns of a lane: rows [START, STOP) of the row array, and how they merge.
-LANE_START, LANE_STOP, LANE_KIND, LANE_COLUMNS = range(4)
+# Columns of a lane: rows [START, STOP) of the row array, how they merge, and whether what it writes as src, dst or
+# length is what the lane before wrote, each value by one distance larger.
+LANE_START, LANE_STOP, LANE_KIND, SRC_AGAIN, DST_AGAIN, LENGTH_AGAIN, LANE_COLUMNS = range(7)
 APART, DENSE, CHAIN = range(3)
 
 # Columns of a class: rows with the same pairs of blocks in the same order. Units: the strides by their greatest common

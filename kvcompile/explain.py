@@ -91,7 +91,7 @@ def _group_pair(program: Program, head: str, of: Figures, lanes: Int64) -> list[
     _, first, counts = np.unique(keys, axis=0, return_index=True, return_counts=True)
     said: Counter[str] = Counter()
     for number in np.argsort(first).tolist():
-        start, stop, kind = lanes[first[number]].tolist()
+        start, stop, kind = lanes[first[number], : item.LANE_KIND + 1].tolist()
         said[_lane(program.rows[start:stop], kind)] += int(counts[number])
     lines += [f"  {_many(count, 'lane')} of {text}" for text, count in said.items()]
     striped = [f"part {part + 1} of {count}" for part, count in of.parts]

@@ -1,5 +1,6 @@
 """From a plan's table to the arrays that kernels read: rows by lane, lanes by kind, classes, groups."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -115,6 +116,8 @@ def assemble(table: Table, pairs: tuple[GroupPair, ...], src: Side, dst: Side) -
     lane_rows[:, item.LANE_START] = starts
     lane_rows[:, item.LANE_STOP] = np.append(starts[1:], len(table))
     lane_rows[:, item.LANE_KIND] = _kinds(table[order], lane_rows)
+    for column, same in _AGAIN:
+        lane_rows[:, column] = _again(rows, lane_rows, same)
 
     classes = np.zeros((len(class_first), item.CLASS_COLUMNS), np.int64)
     for column, name in _CLASS_COLUMN:
@@ -154,6 +157,22 @@ _CLASS_COLUMN = (
     (item.PARTS, "parts"),
 )
 _CLASS = ("src_group", "dst_group", *(name for _, name in _CLASS_COLUMN))
+
+
+_AGAIN = (
+    (item.SRC_AGAIN, (item.CLASS, item.COUNT, item.SRC_STRIDE, item.SRC_INNER)),
+    (item.DST_AGAIN, (item.CLASS, item.COUNT, item.DST_STRIDE, item.DST_INNER)),
+    (item.LENGTH_AGAIN, (item.CLASS, item.COUNT, item.LENGTH, item.TAIL)),
+)
+
+
+def _again(rows: Int64, lane_rows: Int64, columns: Sequence[int]) -> Int64:
+    """Return which lanes are of the kind of the lane before, and their first rows the same in some columns."""
+    key = np.column_stack([rows[lane_rows[:, item.LANE_START]][:, columns], lane_rows[:, item.LANE_KIND]])
+    again = np.zeros(len(key), np.int64)
+    again[1:] = (key[1:] == key[:-1]).all(axis=1)
+    again[lane_rows[:, item.LANE_KIND] == item.CHAIN] = 0
+    return again
 
 
 def _kinds(table: Table, lane_rows: Int64) -> Int64:

@@ -4,6 +4,7 @@ import operator
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import product
+from operator import attrgetter
 from types import NoneType
 from typing import Any
 
@@ -92,14 +93,14 @@ def gather(
             raise AssertionError("requests of exact kinds were not understood")
         if errors:
             given.status[list(errors), item.CODE] = item.REFUSED
-    seen: dict[Hashable, int] = {}
-    for number, request in enumerate(requests):
-        first = seen.setdefault(request.id, number)
-        if first != number:
-            given.batch.twice[[first, number]] = 1
+    ids = [request.id for request in requests]
+    if len(set(ids)) < len(ids):
+        given.batch.twice[:] = [ids.count(one) > 1 for one in ids]
     return given, errors
 
 
+_GIVEN = attrgetter("src_blocks", "dst_blocks", "src_first", "dst_first", "num_tokens")
+_KEPT = frozenset(np.typecodes["Integer"] + "BHI")  # what every value of fits int64
 _LISTS = frozenset({list, tuple, np.ndarray})
 _SHAPES = frozenset(product({list, tuple}, {list, tuple}, *[{list, tuple, NoneType}] * 2, {int, NoneType}))
 
@@ -113,16 +114,9 @@ def _plain(request: Request) -> bool:
 
 def _read(requests: Sequence[Request], groups: tuple[int, int], limit: int) -> Given | None:
     lists: list[npt.NDArray[np.integer]] = []
+    columns = list(zip(*map(_GIVEN, requests), strict=True)) or [()] * 5
     try:
-        packed = msgspec.msgpack.Encoder(enc_hook=partial(_keep, lists)).encode(
-            (
-                [request.src_blocks for request in requests],
-                [request.dst_blocks for request in requests],
-                [request.src_first for request in requests],
-                [request.dst_first for request in requests],
-                [request.num_tokens for request in requests],
-            )
-        )
+        packed = msgspec.msgpack.Encoder(enc_hook=partial(_keep, lists)).encode(columns)
     except (TypeError, OverflowError, ValueError, RecursionError):
         return None
     return backend.read(packed, lists, len(requests), groups, limit)
@@ -131,9 +125,10 @@ def _read(requests: Sequence[Request], groups: tuple[int, int], limit: int) -> G
 def _keep(lists: list[npt.NDArray[np.integer]], value: Any) -> int:
     """Keep an id list that is an array; its size stands for it. (Anywhere else it is a number too many.)"""
     if isinstance(value, np.ndarray):
-        array = _integers(value)
-        lists.append(array)
-        return len(array)
+        if value.ndim != 1 or value.dtype.char not in _KEPT:
+            value = _integers(value)
+        lists.append(value)
+        return len(value)
     if isinstance(value, np.integer):
         return int(value)
     raise TypeError
