@@ -6,7 +6,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from tests.lists import PLAIN, one, plain_error
+from kvcompile import Request
+from tests.lists import PLAIN, one, pairs, plain_error
 
 BAD_IDS: list[object] = [
     [1, 2.0],
@@ -40,6 +41,11 @@ BAD_IDS: list[object] = [
     {1: 2},
     float("nan"),
     np.array([1, 2], "datetime64[s]"),
+    [np.array([1, 3])],
+    [1, np.array([3])],
+    [np.array(1), 2],
+    {1, 3},
+    frozenset([1, 3]),
 ]
 
 
@@ -57,6 +63,16 @@ def test_lists_of_the_wrong_kind(bad: object, side: str) -> None:
     lists = {"src": [[1, 3]], "dst": [[2, 4]], side: bad}
     error = plain_error(lists["src"], lists["dst"])
     assert error.side == side
+
+
+@pytest.mark.parametrize("bad", [[np.array([0])], {0}, "0", [None], [True], [0.0], np.array([0.0]), [[0]], [2**60]])
+def test_positions_of_the_wrong_kind(bad: object) -> None:
+    """None of it is taken for a list of integers, and a neighbour in the batch moves."""
+    wrong = Request("a", [[1]], [[2]], bad, [0])  # type: ignore[arg-type]
+    built = PLAIN.build([wrong, Request("b", [[3, 1]], [[4, 5]], [0], np.array([0]))])
+    assert list(built.failed) == ["a"]
+    assert built.failed["a"].side == "src"
+    assert pairs(PLAIN, built, 1) == [(0, 3, 4), (0, 1, 5)]
 
 
 GOOD_IDS: list[Callable[[list[int]], object]] = [
