@@ -340,7 +340,7 @@ def _lay_out(plan: Deployment, shelves: dict[str, list[Shelf]], rank: int, base:
                     f"kernel blocks of {shelf.keep.kind} in packed rows: not equally spaced where other layers "
                     "lie between blocks; expected kernel_block_size as block_size, or L before B in order"
                 )
-            if len(shelf.arrangements) > 1 or page != shelf.page(rank, plan.tp_size):
+            if shelf.keep.state:  # its own order of axes, and padding
                 strides: dict[str, Any] = (
                     {"block_stride": row, "layer_stride": page} if packed else {"block_stride": page}
                 )
@@ -349,11 +349,12 @@ def _lay_out(plan: Deployment, shelves: dict[str, list[Shelf]], rank: int, base:
                 (arrangement,) = shelf.arrangements
                 regions += arrangement.regions(**common, block_stride=row if packed else None)
             at += page * len(shelf.layers) * (1 if packed else count)
-        end = start + row * plan.num_blocks[name] if packed else at
-        reach = max(reach, end if group else 0)
-        start = 0 if plan.overlay else end
+        if packed:
+            at = start + row * plan.num_blocks[name] * max((shelf.kernel_blocks for shelf in group), default=1)
+        reach = max(reach, at if group else 0)
+        start = 0 if plan.overlay else at
     if plan.overlay:
-        _check_overlay(plan, shelves, rank, packed)
+        _check_overlay(plan, regions)
     return regions, reach
 
 
@@ -364,11 +365,11 @@ def _padded(plan: Deployment, shelf: Shelf, rank: int) -> int:
     return -(-page // align) * align
 
 
-def _check_overlay(plan: Deployment, shelves: dict[str, list[Shelf]], rank: int, packed: bool) -> None:
-    """Groups that share memory share it at equal ids only: by rows, or by blocks of one size."""
-    sizes = {_padded(plan, s, rank) * s.kernel_blocks for group in shelves.values() for s in group}
-    counts = {plan.num_blocks[name] for name in shelves}
-    if len(counts) > 1 or (not packed and len(sizes) > 1):
+def _check_overlay(plan: Deployment, regions: list[Region]) -> None:
+    """Groups that share memory share it at equal ids only: the distance from id to id is the same in all."""
+    sizes = {region.block_stride * region.kernel_blocks for region in regions}
+    counts = {plan.num_blocks[name] for name in plan.groups}
+    if len({region.group for region in regions}) > 1 and (len(counts) > 1 or len(sizes) > 1):
         raise LayoutError(
             f"overlay: blocks of {sorted(sizes)} bytes, {sorted(counts)} of them, expected equal blocks and numbers in "
             "all groups (align= pads them), or B before L in order"
