@@ -203,18 +203,22 @@ class Compressed:
         return (made,)
 
 
-@dataclass(frozen=True)
-class Mamba1:
-    """Mamba-1 state, of as many channels."""
-
-    channels: int
-    state_size: int
-    kernel: int
+class Recurrent:
+    """What all recurrent states have in common."""
 
     state: ClassVar = True
     kind: ClassVar = "state"
     group: ClassVar = "state"
     own_block_size: ClassVar = None
+
+
+@dataclass(frozen=True)
+class Mamba1(Recurrent):
+    """Mamba-1 state, of as many channels."""
+
+    channels: int
+    state_size: int
+    kernel: int
 
     def arrangements(self, serving: Serving, tokens: int) -> tuple[Arrangement, ...]:
         """Arrange a block."""
@@ -222,7 +226,7 @@ class Mamba1:
 
 
 @dataclass(frozen=True)
-class Mamba2:
+class Mamba2(Recurrent):
     """Mamba-2 state."""
 
     heads: int
@@ -231,18 +235,13 @@ class Mamba2:
     state_size: int
     kernel: int
 
-    state: ClassVar = True
-    kind: ClassVar = "state"
-    group: ClassVar = "state"
-    own_block_size: ClassVar = None
-
     def arrangements(self, serving: Serving, tokens: int) -> tuple[Arrangement, ...]:
         """Arrange a block."""
         return fields.mamba2(**asdict(self), **_state(serving, serving.itemsize))
 
 
 @dataclass(frozen=True)
-class Delta:
+class Delta(Recurrent):
     """State of a gated delta net (GDN, KDA). ``float32``: matrices in float32 unless the user says otherwise."""
 
     k_heads: int
@@ -251,11 +250,6 @@ class Delta:
     v_dim: int
     kernel: int
     float32: bool = False
-
-    state: ClassVar = True
-    kind: ClassVar = "state"
-    group: ClassVar = "state"
-    own_block_size: ClassVar = None
 
     def arrangements(self, serving: Serving, tokens: int) -> tuple[Arrangement, ...]:
         """Arrange a block."""
@@ -270,16 +264,11 @@ class Delta:
 
 
 @dataclass(frozen=True)
-class Lightning:
+class Lightning(Recurrent):
     """State of linear attention: a square matrix for each head."""
 
     heads: int
     head_dim: int
-
-    state: ClassVar = True
-    kind: ClassVar = "state"
-    group: ClassVar = "state"
-    own_block_size: ClassVar = None
 
     def arrangements(self, serving: Serving, tokens: int) -> tuple[Arrangement, ...]:
         """Arrange a block."""
