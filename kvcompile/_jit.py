@@ -43,30 +43,23 @@ def cache_folder() -> Path | None:
 
 def entry(function: Callable[..., Any]) -> Any:
     """Compile a function that Python calls: nopython, without the GIL, cached on disk; lazily, at its first call."""
-    return _compile(function, no_cpython_wrapper=False)
-
-
-def jit(function: Callable[..., Any]) -> Any:
-    """Compile a function that only kernels call: as `entry`, without the wrapper, a fifth of the compile time."""
-    return _compile(function, no_cpython_wrapper=True)
-
-
-def _compile(function: Callable[..., Any], no_cpython_wrapper: bool) -> Any:
     folder = cache_folder()
     before = numba.config.CACHE_DIR
     try:
         if folder is not None:
             numba.config.CACHE_DIR = str(folder)  # read by Numba when it decorates, not later
-        # No divisor here is ever zero, and nobody calls a kernel from C: both would cost compile time.
-        return numba.njit(
-            nogil=True,
-            cache=folder is not None,
-            error_model="numpy",
-            no_cfunc_wrapper=True,
-            no_cpython_wrapper=no_cpython_wrapper,
-        )(function)
+        return numba.njit(cache=folder is not None, **_OPTIONS)(function)
     finally:
         numba.config.CACHE_DIR = before
+
+
+def jit(function: Callable[..., Any]) -> Any:
+    """Compile a function that only kernels call: it is part of what is cached of them, and needs no wrapper."""
+    return numba.njit(no_cpython_wrapper=True, **_OPTIONS)(function)
+
+
+# No divisor here is ever zero, and nobody calls a kernel from C: both would cost compile time.
+_OPTIONS = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
 
 
 @contextlib.contextmanager

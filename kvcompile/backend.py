@@ -1,6 +1,7 @@
 """The compiled kernels of the CPU, ready to call. It knows arrays, no plan and no request."""
 
 import threading
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -34,7 +35,7 @@ UInt64 = npt.NDArray[np.uint64]
 UInt8 = npt.NDArray[np.uint8]
 
 _lock = threading.Lock()
-_warm = False
+_ready: set[str] = set()
 
 
 class Given(NamedTuple):
@@ -73,16 +74,20 @@ def warmup() -> None:
     """Compile every kernel, or load it from the cache on disk, so that no later call waits for a compiler.
 
     Takes seconds the first time on a machine and a fraction of one afterwards. Processes that start together wait for
-    the one that compiles. Called by itself before the first build.
+    the one that compiles. Kernels that are used without it are compiled or loaded by themselves, by then.
     """
-    global _warm  # noqa: PLW0603
-    if _warm:
+    for name in _WARM:
+        _warm(name)
+
+
+def _warm(name: str) -> None:
+    if name in _ready:
         return
     with _lock:
-        if not _warm:
+        if name not in _ready:
             with _jit.locked():
-                _run_once()
-            _warm = True
+                _WARM[name]()
+            _ready.add(name)
 
 
 def kernels() -> dict[str, object]:
@@ -102,7 +107,7 @@ def read(
     Given or None
         None if something there is not as it should be.
     """
-    warmup()
+    _warm("build")
     start = arrays.given_size(requests, *groups)
     flat = np.empty(start + len(packed) + sum(map(len, lists)), np.int64)  # an id takes a byte at least
     starts = np.empty(len(lists), np.int64) if lists else _NONE
@@ -145,6 +150,7 @@ def cut(
     columns: tuple[UInt64, UInt64, UInt64], spans: Int64, most: int | None, src_edges: Int64, dst_edges: Int64
 ) -> tuple[tuple[UInt64, UInt64, UInt64], Int64]:
     """Return the descriptors cut at ``most`` bytes and at chunk edges, and their spans (`kernels.descriptors.cut`)."""
+    _warm("cut")
     given = tuple(column.view(np.int64) for column in columns)
     cut_spans, none = np.empty_like(spans), np.empty(0, np.int64)
     limits = (2**63 - 1 if most is None else min(most, 2**63 - 1), src_edges, dst_edges)
@@ -158,23 +164,24 @@ def cut(
 
 def outside(address: UInt64, length: UInt64, base: UInt64, nbytes: UInt64) -> int:
     """Return the first row that lies in no single buffer, -1 if there is none. See `kernels.descriptors.outside`."""
-    warmup()
+    _warm("outside")
     columns = (np.ascontiguousarray(column, np.uint64) for column in (address, length, base, nbytes))
     return descriptors.outside(*columns)  # type: ignore[no-any-return]
 
 
 def copy(src: UInt64, dst: UInt64, length: UInt64) -> None:
     """Copy the bytes of every descriptor within this process; the caller has checked the addresses."""
-    warmup()
+    _warm("copy")
     descriptors.copy(src.view(np.int64), dst.view(np.int64), length.view(np.int64))
 
 
 def most_nbytes(program: Program, given: Given) -> int:
     """Return the bytes of all pieces if no request fails at its ids and none is null."""
-    return _count(program, given)[3]
+    _warm("count")
+    return _candidates(program, given)[3]
 
 
-def _count(program: Program, given: Given) -> tuple[int, ...]:
+def _candidates(program: Program, given: Given) -> tuple[int, ...]:
     requests, pairs, classes = given.requests, len(program.pairs), len(program.classes)
     lanes = max(len(program.lanes), 1)
     return known.count_candidates(  # type: ignore[no-any-return]
@@ -188,35 +195,39 @@ def _count(program: Program, given: Given) -> tuple[int, ...]:
 
 def pack(address: UInt64, length: UInt64, spans: Int64, staging: int, unpacks: bool) -> Int64:
     """Copy the bytes of descriptors into a buffer or out of it; return the spans of bytes. See `kernels.pack`."""
+    _warm("pack")
     byte_spans = np.empty_like(spans)
     packing.pack(address.view(np.int64), length.view(np.int64), spans, staging, int(unpacks), byte_spans)
     return byte_spans
 
 
-_NONE = np.empty(0, np.int64)
+_NONE, _ONE, _ADDRESSES = np.empty(0, np.int64), np.zeros(1, np.int64), np.empty(0, np.uint64)
 
 
-def _run_once() -> None:
-    """Call each entry point on nothing: the argument types alone decide what is compiled."""
+def _empty_program() -> Program:
+    columns = (item.ROW_COLUMNS, item.LANE_COLUMNS, item.CLASS_COLUMNS, item.PAIR_COLUMNS, *[item.GROUP_COLUMNS] * 2)
+    return Program(*(np.zeros((0, count), np.int64) for count in columns))
 
-    def nothing(*columns: int) -> Int64:
-        return np.zeros((0, *columns), np.int64)
 
-    one = np.zeros(1, np.int64)
-    program = Program(
-        nothing(item.ROW_COLUMNS),
-        nothing(item.LANE_COLUMNS),
-        nothing(item.CLASS_COLUMNS),
-        nothing(item.PAIR_COLUMNS),
-        nothing(item.GROUP_COLUMNS),
-        nothing(item.GROUP_COLUMNS),
-    )
-    flat, columns = np.zeros(64, np.int64), (nothing().view(np.uint64),) * 3
-    ids.read(np.frombuffer(bytes(16), np.uint8), flat, nothing(), 0, 0, 0, 0)
-    given = Given(flat, 0, 0, 0, 0, 0)
-    write(program, given, measure(program, given), *columns)
-    descriptors.cut(nothing(), nothing(), nothing(), one, 1, nothing(3), nothing(3), *(nothing(),) * 3, one)
-    descriptors.copy(nothing(), nothing(), nothing())
-    descriptors.outside(*(nothing().view(np.uint64),) * 4)
-    _count(program, given)
-    packing.pack(nothing(), nothing(), one, 0, 0, one)
+def _build_nothing() -> None:
+    program = _empty_program()
+    given, memory = np.zeros(arrays.given_size(0, 0, 0), np.int64), np.zeros(3, np.int64)
+    ids.read(np.frombuffer(bytes(16), np.uint8), given, _NONE, 0, 0, 0, 0)
+    cpu.measure(*program, given, memory, 0, 2, 0)
+    cpu.write(*program, given, memory, 0, 2, 0, _ADDRESSES, _ADDRESSES, _ADDRESSES)
+
+
+def _count_nothing() -> None:
+    given = Given(np.zeros(arrays.given_size(0, 0, 0), np.int64), 0, 0, 0, 0, 0)
+    _candidates(_empty_program(), given)
+
+
+# What calls each kernel on nothing: the types of its arguments alone decide what is compiled.
+_WARM: dict[str, Callable[[], object]] = {
+    "build": _build_nothing,
+    "count": _count_nothing,
+    "cut": lambda: descriptors.cut(*[_NONE] * 3, _ONE, 1, *[_NONE.reshape(0, 3)] * 2, *[_NONE] * 3, _ONE),
+    "copy": lambda: descriptors.copy(_NONE, _NONE, _NONE),
+    "outside": lambda: descriptors.outside(*[_ADDRESSES] * 4),
+    "pack": lambda: packing.pack(_NONE, _NONE, _ONE, 0, 0, _ONE),
+}
