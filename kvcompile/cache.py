@@ -81,6 +81,7 @@ class Cache(Value, frozen=True, dict=True):
             self.refuse("dcp_size", self.dcp_size, f"a divisor of tp_size {self.tp_size}")
         if not isinstance(self.instance, str) or len(self.instance) > 64:
             self.refuse("instance", self.instance, "a string of at most 64 characters")
+        self.text("instance")
         self._check_groups()
         self._check_cells()
         self._check_buffers()

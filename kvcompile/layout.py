@@ -40,6 +40,15 @@ class Value(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
             self.refuse(name, value, f"a sequence of {kind.__name__}")
         self.put(name, items)
 
+    def text(self, name: str) -> None:
+        """Refuse a string that no handshake can carry; keep those of derived types as plain ones."""
+        value = str.__str__(getattr(self, name))
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            self.refuse(name, value, "a string that UTF-8 can write")
+        self.put(name, value)
+
     def put(self, name: str, value: object) -> None:
         msgspec.structs.force_setattr(self, name, value)
 
@@ -96,6 +105,7 @@ class Field(Value, frozen=True):
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
             self.refuse("name", self.name, "a non-empty string")
+        self.text("name")
         self.integers(1, "heads", "tokens", "cell_nbytes", "tokens_per_cell")
         self.integers(0, "offset", "head_stride", "token_stride")
         self.flags("replicated", "dcp_sharded")
@@ -169,6 +179,10 @@ class Region(Value, frozen=True):
     def __post_init__(self) -> None:
         if isinstance(self.layer, bool) or not isinstance(self.layer, (str, int)):
             self.refuse("layer", self.layer, "a string or an integer")
+        if isinstance(self.layer, str):
+            self.text("layer")
+        else:
+            self.integers(-(2**63), "layer", most=2**64 - 1)
         self.integers(0, "group", "block_stride")
         self.integers(0, "base", most=2**64 - 1)
         self.integers(1, "num_blocks", "kernel_blocks")

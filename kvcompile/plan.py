@@ -68,7 +68,10 @@ def compile(  # noqa: A001 (the field's word)
     if layers is not None:
         if isinstance(layers, str):
             raise ValueError(f"layers is the string {layers!r}, expected a collection of layer names")
-        chosen = frozenset(layers)
+        try:
+            chosen = frozenset(layers)
+        except TypeError:  # no collection, or one of what is no name
+            raise ValueError(f"layers is {layers!r:.80}, expected a collection of layer names") from None
         unknown = chosen - {region.layer for cache in (src, dst) for region in cache.regions}
         if unknown:
             raise ValueError(f"layers: neither side holds {sorted(map(repr, unknown))[:5]}")

@@ -1,6 +1,7 @@
 """Requests, and how a batch of them becomes one array. It checks what ids *are*; what they mean, kernels check."""
 
 import operator
+from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import product
@@ -78,7 +79,7 @@ def gather(
         if not isinstance(request, Request):
             raise ValueError(f"requests[{number}] is a {type(request).__name__}, expected a Request")
     errors: dict[int, RequestError] = {}
-    groups, limit = (len(src_sizes), len(dst_sizes)), item.MOST_TOKENS // max(*src_sizes, *dst_sizes, 1)
+    groups, limit = (len(src_sizes), len(dst_sizes)), item.MOST_TOKENS // max((*src_sizes, *dst_sizes, 1))
     given = _read(requests, groups, limit) if all(map(_plain, requests)) else None
     if given is None:
         exact = []
@@ -95,7 +96,8 @@ def gather(
             given.status[list(errors), item.CODE] = item.REFUSED
     ids = [request.id for request in requests]
     if len(set(ids)) < len(ids):
-        given.batch.twice[:] = [ids.count(one) > 1 for one in ids]
+        seen = Counter(ids)
+        given.batch.twice[:] = [seen[one] > 1 for one in ids]
     return given, errors
 
 

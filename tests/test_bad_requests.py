@@ -1,6 +1,7 @@
 """Every request that must fail, with the error that says why, and without harming another (section 5)."""
 
 import random
+import time
 from collections.abc import Callable
 
 import numpy as np
@@ -208,6 +209,21 @@ def test_a_request_id_given_twice() -> None:
     assert set(built.failed) == {"a"}
     assert built.spans.tolist() == [0, 0, 1, 1]
     assert pairs(PLAIN, built, 1) == [(0, 2, 6)]
+
+
+def test_many_request_ids_given_twice() -> None:
+    """In time that grows with the batch, not with its square."""
+    begun = time.monotonic()
+    built = PLAIN.build([Request(number // 2, [[]], [[]]) for number in range(40_000)])
+    assert len(built.failed) == 20_000
+    assert time.monotonic() - begun < 10
+
+
+def test_caches_without_groups() -> None:
+    nothing = kvcompile.compile(Cache([], []), Cache([], []))
+    built = nothing.build([Request("a", [], []), Request("bad", [[1]], [])])
+    assert set(built.failed) == {"bad"}
+    assert len(built) == 0
 
 
 # Lists and options

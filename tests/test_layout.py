@@ -37,6 +37,28 @@ def test_strides_of_hnd_and_nhd() -> None:
     assert Field("k", 8, 16, 256, 32, 4_096, 256) == hnd
 
 
+@pytest.mark.parametrize("name", ["\ud800", "x\udfff", 2**64, -(2**63) - 1])
+def test_names_that_no_handshake_can_carry(name: str | int) -> None:
+    with pytest.raises(LayoutError, match=r"layer is .* expected a"):
+        region(layer=name)
+    if isinstance(name, str):
+        with pytest.raises(LayoutError, match="UTF-8"):
+            Field.hnd(name, heads=1, tokens=1, cell_nbytes=1)
+        with pytest.raises(LayoutError, match="UTF-8"):
+            cache(instance=name)
+
+
+def test_names_of_derived_types_become_plain() -> None:
+    class Name(str):
+        __slots__ = ()
+
+    made = cache(region(layer=Name("0"), fields=[msgspec.structs.replace(K, name=Name("k"))]), instance=Name("i"))
+    assert {type(text) for text in (made.regions[0].layer, made.regions[0].fields[0].name, made.instance)} == {str}
+    assert Cache.from_bytes(made.to_bytes()) == made
+    for number in (2**64 - 1, -(2**63)):
+        assert Cache.from_bytes(cache(region(layer=number)).to_bytes()).regions[0].layer == number
+
+
 def test_values_are_frozen() -> None:
     for value, name in (
         (K, "heads"),

@@ -52,6 +52,10 @@ def test_exact_says_what_was_looked_at(sides: tuple[list[Cache], list[Cache]]) -
     assert "4 src ranks to 2 dst ranks, 4 plans" in str(proof)
 
 
+def test_caches_of_any_iterable(sides: tuple[list[Cache], list[Cache]]) -> None:
+    assert prove(iter(sides[0]), (cache for cache in sides[1])).exact
+
+
 def test_an_absent_src_rank_is_missing(sides: tuple[list[Cache], list[Cache]]) -> None:
     srcs, dsts = sides
     proof = prove([srcs[0], srcs[1], srcs[3]], dsts)
@@ -210,6 +214,7 @@ def test_what_layouts_disagree_about_is_compile_s_error() -> None:
     [
         ((["x"], []), "src_caches holds a str"),
         (([], [None]), "dst_caches holds a NoneType"),
+        ((Cache([], []), []), "src_caches or dst_caches is a Cache"),
         (([], [], {(0, 0): 1}), r"plans\[\(0, 0\)\] is a int"),
     ],
 )

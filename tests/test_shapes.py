@@ -167,3 +167,10 @@ def test_any_deployment_moved_elsewhere(data: st.DataObject) -> None:
 
 def _rest(region: Region) -> tuple[object, ...]:
     return region.block_stride, region.num_blocks, region.fields, region.kernel_blocks
+
+
+@pytest.mark.parametrize("layers", ["0", 5, [["0"]]])
+def test_layers_are_a_collection_of_names(layers: object) -> None:
+    cache = Cache([], [])
+    with pytest.raises(ValueError, match="expected a collection of layer names"):
+        kvcompile.compile(cache, cache, layers=layers)

@@ -125,6 +125,9 @@ def prove(
     lowering. Padding that goes to padding is no fault. Groups that overlay each other are looked at one by one.
     """
     plans = dict(plans or {})
+    if isinstance(src_caches, Cache) or isinstance(dst_caches, Cache):
+        raise ValueError("src_caches or dst_caches is a Cache, expected a sequence of them, one a rank")
+    src_caches, dst_caches = tuple(src_caches), tuple(dst_caches)
     for name, caches in (("src_caches", src_caches), ("dst_caches", dst_caches)):
         wrong = [type(cache).__name__ for cache in caches if not isinstance(cache, Cache)]
         if wrong:
