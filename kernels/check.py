@@ -15,6 +15,8 @@ is_null = jit(item.is_null)
 overlap_start = jit(item.overlap_start)
 overlap_stop = jit(item.overlap_stop)
 slot = jit(item.slot)
+last_start = jit(item.last_start)
+fill = jit(item.fill)
 
 
 @jit
@@ -112,7 +114,7 @@ def conflict(program, batch, work):
             continue
         if differ(program, batch, work, space):
             continue
-        slots[:] = -1
+        fill(slots, -1)
         for r in range(len(batch.num_tokens)):
             if work.status[r, item.CODE] != item.OK and work.status[r, item.CODE] != item.CONFLICT:
                 continue
@@ -133,7 +135,7 @@ def conflict(program, batch, work):
                         continue
                     # The list that came first is known by its place among all ids.
                     first = slots[place]
-                    other = np.searchsorted(at, first, side="right") - 1
+                    other = last_start(at, 1, first)
                     fail(work.status, r, g, k - begin, other // len(groups))
                     fail(work.status, other // len(groups), other % len(groups), first - at[other], r)
 
@@ -166,7 +168,7 @@ def differ(program, batch, work, space):
     if words > len(work.slots):
         return False
     bits = work.slots[:words]
-    bits[:] = 0
+    fill(bits, 0)
     for k in range(len(at) - 1):
         group, status = groups[k % len(groups)], work.status[k // len(groups), item.CODE]
         if group[item.OVERLAY] != space or status not in (item.OK, item.CONFLICT):

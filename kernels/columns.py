@@ -6,6 +6,7 @@ from kvcompile.kernels import item
 __all__ = ["size_of", "write_column", "write_lengths"]
 
 address = jit(item.address)
+fill = jit(item.fill)
 
 
 @jit
@@ -40,7 +41,7 @@ def write_lengths(program, extent, begin, end, out, run_blocks):
     for number in range(begin, end):
         n, size = lanes[number, item.LANE_START], size_of(program, extent, number)
         if lanes[number, item.LANE_KIND] == item.APART:
-            out[at : at + size] = rows[n, item.LENGTH]
+            fill(out[at : at + size], rows[n, item.LENGTH])
         elif lanes[number, item.LENGTH_AGAIN] != 0:
             shift(out, at, size, 0)
         else:

@@ -16,6 +16,7 @@ from kvcompile.kernels.order import sort, sorted_already
 batch_of = jit(arrays.batch_of)
 work_sizes = jit(arrays.work_sizes)
 work_of = jit(arrays.work_of)
+fill = jit(item.fill)
 src_blocks_of = jit(item.src_blocks_of)
 opens_run = jit(item.opens_run)
 is_null = jit(item.is_null)
@@ -42,7 +43,7 @@ def measure(rows, lanes, classes, pairs, src_groups, dst_groups, given, memory, 
     """
     program = Program(rows, lanes, classes, pairs, src_groups, dst_groups)
     batch, work = parts(program, given, memory, requests, slots, scratch)
-    work.uncovered[:] = 0
+    fill(work.uncovered, 0)
     check(program, batch, work)
     conflict(program, batch, work)
     failed = 0
@@ -175,7 +176,8 @@ def mark_class(program, batch, work, r, c, extent):
 @jit
 def take(ids, step, out):
     if step == 1:
-        out[:] = ids[: len(out)]
+        for k in range(len(out)):
+            out[k] = ids[k]
     else:
         for k in range(len(out)):
             out[k] = ids[k * step]

@@ -11,6 +11,7 @@ NIL = 0xC0  # msgpack's
 
 array_header = jit(item.array_header)
 array = jit(item.array)
+fill = jit(item.fill)
 integer = jit(item.integer)
 given_size = jit(arrays.given_size)
 batch_of = jit(arrays.batch_of)
@@ -39,7 +40,7 @@ def read(packed, given, starts, requests, src_groups, dst_groups, limit):
         greatest.
     """
     start = given_size(requests, src_groups, dst_groups)
-    given[:start] = 0
+    fill(given[:start], 0)
     _, batch = batch_of(given, requests, src_groups, dst_groups)
     place, filled, found = 1, start, 0  # a header of one byte: five lists
     for side in range(2):

@@ -162,6 +162,12 @@ def slot(block, mask):
     return (mixed ^ (mixed >> 32)) & mask
 
 
+def fill(out, value):
+    """Set every item of an array; a slice given one value would take Numba a second to compile."""
+    for i in range(len(out)):
+        out[i] = value
+
+
 def array_header(size):
     """Return the bytes of a msgpack array's header (msgpack's specification: fixarray, array 16, array 32)."""
     return 1 if size < 16 else 3 if size < 65536 else 5

@@ -59,6 +59,7 @@ SEGMENT_AT, SEGMENT_PERIOD, SEGMENT_COLUMNS = range(3)
 
 src_blocks_of = jit(item.src_blocks_of)
 cuts = jit(item.cuts)
+fill = jit(item.fill)
 
 
 @entry
@@ -88,7 +89,8 @@ def count_candidates(program, batch, status, aligned, windows, segments, covers,
     program, batch = Program(*program), Batch(*batch)
     lanes = max(len(program.lanes), 1)
     at, covered, descriptors, nbytes, gaps, merges = 0, 0, 0, np.int64(0), 0, 0
-    aligned[:], windows[:] = 0, 0
+    fill(aligned.ravel(), 0)
+    fill(windows.ravel(), 0)
     for r in range(len(batch.num_tokens)):
         if status[r, item.CODE] == item.OK:
             check_lists(program, batch, r, status[r], aligned[r])
