@@ -94,11 +94,16 @@ def work_sizes(
     """
     most = classes * min(src_ids, dst_ids)
     aligned, extent = requests * pairs * item.ALIGN_COLUMNS, requests * classes * item.EXTENT_COLUMNS
-    return requests + 1, dst_ids, aligned, extent, most, most, most, most, most, slots, scratch * SCRATCH_ROWS
+    return requests + 1, dst_ids, aligned, extent, most, most, most, most, most, max(slots, scratch * SCRATCH_ROWS)
 
 
-def work_of(memory: np.ndarray, status: np.ndarray, sizes: tuple[int, ...], pairs: int, classes: int) -> Work:
-    """Cut memory into a `Work`; its spans come first, then what is uncovered."""
+def work_of(
+    memory: np.ndarray, status: np.ndarray, sizes: tuple[int, ...], pairs: int, classes: int, slots: int, scratch: int
+) -> Work:
+    """Cut memory into a `Work`; its spans come first, then what is uncovered.
+
+    Slots and scratch are the same memory: nothing is sorted before all conflicts are found.
+    """
     requests = len(status)
     spans, at = memory[: sizes[0]], sizes[0]
     uncovered, at = memory[at : at + sizes[1]], at + sizes[1]
@@ -109,8 +114,8 @@ def work_of(memory: np.ndarray, status: np.ndarray, sizes: tuple[int, ...], pair
     run_src, at = memory[at : at + sizes[6]], at + sizes[6]
     run_dst, at = memory[at : at + sizes[7]], at + sizes[7]
     run_blocks, at = memory[at : at + sizes[8]], at + sizes[8]
-    slots, at = memory[at : at + sizes[9]], at + sizes[9]
-    scratch = memory[at : at + sizes[10]].reshape((SCRATCH_ROWS, sizes[10] // SCRATCH_ROWS))
+    table = memory[at : at + slots]
+    to_sort = memory[at : at + SCRATCH_ROWS * scratch].reshape((SCRATCH_ROWS, scratch))
     aligned = aligned.reshape((requests, pairs, item.ALIGN_COLUMNS))
     extent = extent.reshape((requests, classes, item.EXTENT_COLUMNS))
-    return Work(status, spans, uncovered, aligned, extent, src, dst, run_src, run_dst, run_blocks, slots, scratch)
+    return Work(status, spans, uncovered, aligned, extent, src, dst, run_src, run_dst, run_blocks, table, to_sort)

@@ -62,7 +62,7 @@ def parts(program, given, memory, requests, slots, scratch):
     status, batch = batch_of(given, requests, len(program.src_groups), len(program.dst_groups))
     pairs, classes = len(program.pairs), len(program.classes)
     sizes = work_sizes(requests, pairs, classes, len(batch.src_ids), len(batch.dst_ids), slots, scratch)
-    return batch, work_of(memory, status, sizes, pairs, classes)
+    return batch, work_of(memory, status, sizes, pairs, classes, slots, scratch)
 
 
 @jit

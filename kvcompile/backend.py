@@ -98,9 +98,11 @@ def kernels() -> dict[str, object]:
 
 
 def read(
-    packed: bytes, lists: list[npt.NDArray[np.integer]], requests: int, groups: tuple[int, int], limit: int
+    packed: bytes, count: int, lists: list[npt.NDArray[np.integer]], requests: int, groups: tuple[int, int], limit: int
 ) -> Given | None:
     """Read what requests give, packed as `kernels.ids.read` says; id lists that are arrays come apart, in order.
+
+    ``count`` is the number of all ids.
 
     Returns
     -------
@@ -109,7 +111,7 @@ def read(
     """
     _warm("build")
     start = arrays.given_size(requests, *groups)
-    flat = np.empty(start + len(packed) + sum(map(len, lists)), np.int64)  # an id takes a byte at least
+    flat = np.empty(start + count, np.int64)
     starts = np.empty(len(lists), np.int64) if lists else _NONE
     src_ids, dst_ids = ids.read(np.frombuffer(packed, np.uint8), flat, starts, requests, *groups, limit)
     if src_ids < 0:

@@ -4,7 +4,7 @@ import operator
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import product
+from itertools import chain, product
 from operator import attrgetter
 from types import NoneType
 from typing import Any
@@ -118,10 +118,11 @@ def _read(requests: Sequence[Request], groups: tuple[int, int], limit: int) -> G
     lists: list[npt.NDArray[np.integer]] = []
     columns = list(zip(*map(_GIVEN, requests), strict=True)) or [()] * 5
     try:
+        ids = sum(map(len, chain.from_iterable(chain(*columns[:2]))))
         packed = msgspec.msgpack.Encoder(enc_hook=partial(_keep, lists)).encode(columns)
     except (TypeError, OverflowError, ValueError, RecursionError):
         return None
-    return backend.read(packed, lists, len(requests), groups, limit)
+    return backend.read(packed, ids, lists, len(requests), groups, limit)
 
 
 def _keep(lists: list[npt.NDArray[np.integer]], value: Any) -> int:
