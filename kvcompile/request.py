@@ -78,6 +78,11 @@ def gather(
     for number, request in enumerate(requests):
         if not isinstance(request, Request):
             raise ValueError(f"requests[{number}] is a {type(request).__name__}, expected a Request")
+    ids = [request.id for request in requests]
+    try:
+        distinct = len(set(ids))
+    except TypeError as error:  # no key of `failed`: the caller's error, not the request's
+        raise ValueError(f"requests have ids {ids!r:.200}, expected hashable ones: {error}") from error
     errors: dict[int, RequestError] = {}
     groups, limit = (len(src_sizes), len(dst_sizes)), item.MOST_TOKENS // max((*src_sizes, *dst_sizes, 1))
     given = _read(requests, groups, limit) if all(map(_plain, requests)) else None
@@ -94,8 +99,7 @@ def gather(
             raise AssertionError("requests of exact kinds were not understood")
         if errors:
             given.status[list(errors), item.CODE] = item.REFUSED
-    ids = [request.id for request in requests]
-    if len(set(ids)) < len(ids):
+    if distinct < len(ids):
         seen = Counter(ids)
         given.batch.twice[:] = [seen[one] > 1 for one in ids]
     return given, errors

@@ -204,6 +204,12 @@ def test_groups_that_only_interleave_do_not_conflict() -> None:
     assert len(built) == 2
 
 
+def test_a_request_id_that_names_nothing() -> None:
+    """It could not stand in ``failed``, so it is the caller's error, before anything is built."""
+    with pytest.raises(ValueError, match=r"requests have ids \['a', \[1\]\], expected hashable ones"):
+        PLAIN.build([Request("a", [[1]], [[1]]), Request([1], [[2]], [[2]])])  # type: ignore[arg-type]
+
+
 def test_a_request_id_given_twice() -> None:
     built = PLAIN.build([Request("a", [[1]], [[5]]), Request("b", [[2]], [[6]]), Request("a", [[3]], [[7]])])
     assert set(built.failed) == {"a"}
