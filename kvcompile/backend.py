@@ -14,6 +14,7 @@ from kvcompile.kernels.arrays import Batch, Program
 
 __all__ = [
     "Batch",
+    "Elsewhere",
     "Given",
     "Measured",
     "Program",
@@ -36,6 +37,16 @@ UInt8 = npt.NDArray[np.uint8]
 
 _lock = threading.Lock()
 _ready: set[str] = set()
+
+
+class Elsewhere:
+    """Stands for ids that are not in host memory: here only their number is known, and what they are is left open."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
 
 
 class Given(NamedTuple):
@@ -98,7 +109,12 @@ def kernels() -> dict[str, object]:
 
 
 def read(
-    packed: bytes, count: int, lists: list[npt.NDArray[np.integer]], requests: int, groups: tuple[int, int], limit: int
+    packed: bytes,
+    count: int,
+    lists: list[npt.NDArray[np.integer] | Elsewhere],
+    requests: int,
+    groups: tuple[int, int],
+    limit: int,
 ) -> Given | None:
     """Read what requests give, packed as `kernels.ids.read` says; id lists that are arrays come apart, in order.
 
@@ -117,7 +133,8 @@ def read(
     if src_ids < 0:
         return None
     for at, array in zip(starts.tolist(), lists, strict=True):
-        flat[at : at + len(array)] = array
+        if not isinstance(array, Elsewhere):
+            flat[at : at + len(array)] = array
     return Given(flat, requests, *groups, src_ids, dst_ids)
 
 

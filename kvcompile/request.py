@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcompile import backend
-from kvcompile.backend import Given
+from kvcompile.backend import Elsewhere, Given
 from kvcompile.errors import RequestError
 from kvcompile.kernels import item
 
@@ -107,7 +107,7 @@ def gather(
 
 _GIVEN = attrgetter("src_blocks", "dst_blocks", "src_first", "dst_first", "num_tokens")
 _KEPT = frozenset(np.typecodes["Integer"] + "BHI")  # what every value of fits int64
-_LISTS = frozenset({list, tuple, np.ndarray})
+_LISTS = frozenset({list, tuple, np.ndarray, Elsewhere})
 _SHAPES = frozenset(product({list, tuple}, {list, tuple}, *[{list, tuple, NoneType}] * 2, {int, NoneType}))
 
 
@@ -119,7 +119,7 @@ def _plain(request: Request) -> bool:
 
 
 def _read(requests: Sequence[Request], groups: tuple[int, int], limit: int) -> Given | None:
-    lists: list[npt.NDArray[np.integer]] = []
+    lists: list[npt.NDArray[np.integer] | Elsewhere] = []
     columns = list(zip(*map(_GIVEN, requests), strict=True)) or [()] * 5
     try:
         ids = sum(map(len, chain.from_iterable(chain(*columns[:2]))))
@@ -129,11 +129,14 @@ def _read(requests: Sequence[Request], groups: tuple[int, int], limit: int) -> G
     return backend.read(packed, ids, lists, len(requests), groups, limit)
 
 
-def _keep(lists: list[npt.NDArray[np.integer]], value: Any) -> int:
+def _keep(lists: list[npt.NDArray[np.integer] | Elsewhere], value: Any) -> int:
     """Keep an id list that is an array; its size stands for it. (Anywhere else it is a number too many.)"""
     if isinstance(value, np.ndarray):
         if value.ndim != 1 or value.dtype.char not in _KEPT:
             value = _integers(value)
+        lists.append(value)
+        return len(value)
+    if isinstance(value, Elsewhere):
         lists.append(value)
         return len(value)
     if isinstance(value, np.integer):
@@ -156,7 +159,7 @@ def _exact(request: Request, src_sizes: Sequence[int], dst_sizes: Sequence[int])
     return Request(request.id, src, dst, src_first, dst_first, num_tokens)
 
 
-def _arrays(request: Request, side: str, lists: Any) -> list[npt.NDArray[Any]]:
+def _arrays(request: Request, side: str, lists: Any) -> list[Any]:
     """Return one request's id lists of a side, with every id of a kind that is one."""
     if isinstance(lists, (str, bytes, dict, set)) or not isinstance(lists, Iterable):
         raise _refused(request, side, f"{side}_blocks is {_kind(lists)}, expected one id list a group", lists)
@@ -205,8 +208,10 @@ def _refused(
     )  # fmt: skip
 
 
-def _integers(ids: Any) -> npt.NDArray[Any]:
+def _integers(ids: Any) -> Any:
     """Return ids as a 1-D integer array whose values survive a cast to int64, or raise what they are instead."""
+    if isinstance(ids, Elsewhere):
+        return ids
     if isinstance(ids, (list, tuple)):
         return np.fromiter(_each(ids), np.int64, len(ids))
     if isinstance(ids, (str, bytes, dict, set)) or not hasattr(ids, "__len__"):

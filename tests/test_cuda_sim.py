@@ -4,6 +4,7 @@ It runs in a process of its own (`make sim`): the simulator is chosen before Num
 """
 
 import random
+import resource
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -17,8 +18,10 @@ from numba import config
 import kvcompile
 from kvcompile import Cache, Descriptors, Field, Group, Plan, Region, Request, device
 from kvcompile.device import job
+from kvcompile.device.ids import Lists, stand_in
 from kvcompile.kernels import cuda as grids
 from kvcompile.kernels import cuda_check, cuda_descriptors, cuda_scan, item
+from kvcompile.request import gather
 from tests import batches, strategies
 from tests.simulated import OnDevice, SimulatedMemory, cache, on_host
 
@@ -248,6 +251,24 @@ def test_pinned() -> None:
     requests = [Request("a", [scattered(1, 300, 40)], [OnDevice(np.array(scattered(2, 300, 40)))])]
     both(plan, requests, pinned=True)
     both(plan, requests, 30, pinned=True)
+
+
+def test_ids_on_the_device_cost_the_host_nothing() -> None:
+    """Only their number is known here, and their place in no page of memory. Those given on the host are kept."""
+
+    class Many:
+        __cuda_array_interface__ = {"shape": (2**27,), "typestr": "<i4", "data": (64, False), "version": 3}  # noqa: RUF012
+
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    changed, arrays = stand_in([Request("a", [Many()], [[1, 2]]), Request("b", [[3]], [Many()])])
+    given, _ = gather(changed[:1], [4], [4])
+    batch = given.batch
+    assert (batch.src_at.tolist(), given.status[0, item.CODE]) == ([0, 2**27], item.OK)
+    assert len(arrays) == 2
+    lists = Lists(batch, {(0, 0, 0): arrays[0, 0, 0]}, 1, 1)
+    assert lists.host_ids.tolist() == [1, 2]
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**18, "kibibytes"
+    assert lists.table(640).tolist() == [[64, 4, 4], [640, 8, 8]]
 
 
 def test_result() -> None:

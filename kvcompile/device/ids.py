@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvcompile.backend import Batch
+from kvcompile.backend import Batch, Elsewhere
 from kvcompile.kernels import known
 from kvcompile.request import Request
 
@@ -91,7 +91,7 @@ def span_of(array: Any) -> tuple[int, int, int | None]:
 
 
 def stand_in(requests: Sequence[Any]) -> tuple[list[Any], dict[tuple[int, int, int], DeviceArray]]:
-    """Put as many zeros in the place of ids in device memory.
+    """Put only their number in the place of ids in device memory.
 
     Parameters
     ----------
@@ -117,14 +117,14 @@ def stand_in(requests: Sequence[Any]) -> tuple[list[Any], dict[tuple[int, int, i
                 for group, ids in enumerate(given):
                     found = describe(ids)
                     if found is not None:
-                        lists.setdefault(name, list(given))[group] = _zeros(found, (side, number, group), arrays)
+                        lists.setdefault(name, list(given))[group] = _counted(found, (side, number, group), arrays)
         changed.append(msgspec.structs.replace(request, **lists) if lists else request)
     return changed, arrays
 
 
-def _zeros(
+def _counted(
     found: DeviceArray | str, key: tuple[int, int, int], arrays: dict[tuple[int, int, int], DeviceArray]
-) -> Int64 | NoIds:
+) -> Elsewhere | NoIds:
     if isinstance(found, str):
         return NoIds(found)
     if found.dtype.kind not in "iu" and found.size:
@@ -132,7 +132,7 @@ def _zeros(
     if found.size and (found.address % found.dtype.itemsize or found.stride % found.dtype.itemsize):
         return NoIds(f"a CUDA array of {found.dtype} that is not aligned")
     arrays[key] = found
-    return np.zeros(found.size, np.int64)
+    return Elsewhere(found.size)
 
 
 class Lists:
@@ -167,8 +167,13 @@ class Lists:
                 nbytes = array.dtype.itemsize if array.dtype.kind == "i" else -array.dtype.itemsize
                 self._on_host[at] = False
                 self._table[at] = int64(array.address), array.stride, nbytes
-        ids = np.concatenate([batch.src_ids, batch.dst_ids])
-        self.host_ids = ids if self._on_host.all() else ids[np.repeat(self._on_host, sizes)]
+        # Those ids alone: what stands in for ids on the device is never looked at.
+        ends, src_count = self.at.tolist(), len(batch.src_ids)
+        pieces = [batch.src_ids[:0]]
+        for number in np.flatnonzero(self._on_host).tolist():
+            ids, before = (batch.src_ids, 0) if number < src_lists else (batch.dst_ids, src_count)
+            pieces.append(ids[ends[number] - before : ends[number + 1] - before])
+        self.host_ids = np.concatenate(pieces)
         sizes[~self._on_host] = 0
         self._starts = np.cumsum(sizes) - sizes
 

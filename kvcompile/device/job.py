@@ -48,7 +48,7 @@ class Job:
     candidates, descriptors, nbytes : int
         Candidates; no more than so many descriptors after cutting, and bytes, come out.
     requests : list of Request
-        With zeros in the place of ids on the device.
+        With only their number in the place of ids on the device.
     """
 
     def __init__(
