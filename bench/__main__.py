@@ -18,6 +18,7 @@ from bench import (
     bench_growth,
     bench_handover,
     bench_minimal,
+    bench_native,
     figures,
 )
 
@@ -30,6 +31,7 @@ PARTS: dict[str, Callable[[float], list[figures.Figure]]] = {
     "memory": bench_growth.memory,
     "compile": bench_compile.compiling,
     "handover": bench_handover.handover,
+    "native": bench_native.native,
     "stalls": bench_handover.stalls,
     "end-to-end": bench_end_to_end.end_to_end,
     "start": bench_compile.start,  # last: the cold start keeps a core busy with the compiler

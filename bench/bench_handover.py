@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 import kvcompile
-from bench import baseline, peer, shapes
+from bench import baseline, bench_native, peer, shapes
 from bench.figures import Figure
 from bench.timing import medians_ms
 from kvcompile import KVCompileError, Request
@@ -150,13 +150,13 @@ def stalls(seconds: float) -> list[Figure]:
     }
     try:
         with peer.quiet():
-            converts = _Converts(peer.raw_engine())
+            official, past = bench_native.without_wire()
     except KVCompileError as error:
         print(f"stalls of the hand-over are not measured: {error}")
     else:
-        engine = MooncakeEngine.wrap(converts, "127.0.0.1:1")
-        work["kvcompile: hand-over"] = lambda: engine.write("127.0.0.1:2", built)
-        work["one call of lists: hand-over"] = lambda: converts.batch_transfer_sync_write(
+        work["kvcompile: hand-over"] = lambda: official.write("127.0.0.1:2", built)
+        work["kvcompile: native hand-over"] = lambda: past.write("127.0.0.1:2", built)
+        work["one call of lists: hand-over"] = lambda: official._engine.batch_transfer_sync_write(
             "127.0.0.1:2", built.src.tolist(), built.dst.tolist(), built.length.tolist()
         )
     before, found = sys.getswitchinterval(), []
@@ -172,18 +172,6 @@ def stalls(seconds: float) -> list[Figure]:
     finally:
         sys.setswitchinterval(before)
     return found
-
-
-class _Converts:
-    """A real engine that takes its arguments and then moves nothing: one length too many."""
-
-    def __init__(self, engine: Any) -> None:
-        self.engine = engine
-
-    def batch_transfer_sync_write(self, session: str, src: list[int], dst: list[int], length: list[int]) -> int:
-        length.append(1)
-        self.engine.batch_transfer_sync_write(session, src, dst, length)
-        return 0
 
 
 def _lateness(function: Callable[[], object], seconds: float) -> list[float]:

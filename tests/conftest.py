@@ -1,7 +1,11 @@
 """Settings of Hypothesis; at the end of the run the shares of generated examples, and the faults tried."""
 
+from collections.abc import Iterator
+
 import hypothesis
 import pytest
+
+from kvcompile.engines import MooncakeEngine
 
 # They need packages and a process of their own: `make sim` and `make ptx` name them.
 collect_ignore_glob = ["test_cuda_sim*.py", "test_ptx.py"]
@@ -17,6 +21,15 @@ COMMON = {
 hypothesis.settings.register_profile("shrink", **COMMON)
 hypothesis.settings.register_profile("kvcompile", phases=[hypothesis.Phase.generate], **COMMON)
 hypothesis.settings.load_profile("kvcompile")
+
+
+@pytest.fixture(scope="module", params=["off", "require"])
+def native(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Have every test of a module run twice: the engines of this process hand over one way, then the other."""
+    with pytest.MonkeyPatch.context() as patch:
+        for make in (MooncakeEngine.__init__, MooncakeEngine.wrap.__func__):  # type: ignore[attr-defined]
+            patch.setitem(make.__kwdefaults__, "native", request.param)
+        yield request.param
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -212,7 +212,7 @@ def frozen_beyond_the_transport() -> str:
         here.meet(other)
         other.signal(signal.SIGSTOP)
         error = failure(lambda: here.engine.write(other.session, built))
-        assert "Mooncake answered -1" in str(error)
+        assert "the peer is unreachable" in str(error)
         assert error.requests == NAMES
         assert here.landed() == 0
         asked = failure(lambda: here.engine.write(other.session, built, 2, retries=1), HandshakeError)
@@ -289,9 +289,10 @@ def queue_limit() -> str:
         built = here.build(other.cache)
         assert len(built) > 2048
         error = failure(lambda: here.engine.write(other.session, built, PATIENCE, retries=1))
-        assert (error.requests, error.complete) == (NAMES, ())
+        split(error)
+        assert error.requests
         time.sleep(1)
-        landed = here.check(other, built, (), NAMES)
+        landed = here.check(other, built, error.complete, NAMES)
         fresh = MooncakeEngine("127.0.0.1")
         fresh.register(here.cache)
         fresh.write(other.session, built, PATIENCE, retries=1)

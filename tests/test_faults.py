@@ -10,6 +10,6 @@ pytest.importorskip("mooncake.engine", reason="needs the extra mooncake", exc_ty
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_fault(name: str, record_property: Callable[[str, object], None]) -> None:
-    record_property("fault", name)
+def test_fault(name: str, native: str, record_property: Callable[[str, object], None]) -> None:
+    record_property("fault", name if native == "off" else f"{name}, native")
     record_property("outcome", FAULTS[name]())

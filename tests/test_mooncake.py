@@ -18,6 +18,8 @@ from tests.peer import CANARY, Peer, copies, peer, rank, whole
 
 mooncake = pytest.importorskip("mooncake.engine", reason="needs the extra mooncake", exc_type=ImportError)
 
+pytestmark = pytest.mark.usefixtures("native")
+
 NBYTES = 1 << 22
 
 
@@ -34,7 +36,7 @@ def memory() -> np.ndarray:
 
 
 @pytest.fixture(scope="module")
-def ours(memory: np.ndarray) -> Iterator[MooncakeEngine]:
+def ours(memory: np.ndarray, native: str) -> Iterator[MooncakeEngine]:
     engine = MooncakeEngine("127.0.0.1")
     engine.register(whole(memory))
     yield engine
@@ -119,19 +121,23 @@ def test_more_than_the_queue_takes(ours: MooncakeEngine, theirs: Peer, memory: n
     np.testing.assert_array_equal(theirs.memory(), expected)
 
 
-def test_failure_names_the_requests(ours: MooncakeEngine, theirs: Peer, memory: np.ndarray) -> None:
-    """Row 1,700 leaves the peer's memory: the second batch fails, so what began or ended there may be incomplete."""
+def test_failure_names_the_requests(ours: MooncakeEngine, theirs: Peer, memory: np.ndarray, native: str) -> None:
+    """Row 1,700 leaves the peer's memory, so the second batch fails, and with it all that began or ended there.
+
+    Past Mooncake's Python interface just the request of that row fails.
+    """
     theirs.ask("clear")
     src, dst, length = scattered(memory.ctypes.data, theirs.address, 3000, 256)
     dst[1700] = theirs.address + NBYTES
     spans, requests = [0, 500, BATCH_DESCRIPTORS, 1600, 1650, 1650, 3000], ["a", "b", "c", "d", "empty", "e"]
-    with pytest.raises(TransferError, match="Mooncake answered -1 for 1000 descriptors") as caught:
+    with pytest.raises(TransferError, match=r"Mooncake (answered -1 for|did not move 1 of) 1000 descriptors") as caught:
         ours.write(theirs.session, copies(src, dst, length, spans, requests))
-    assert caught.value.requests == ("c", "d", "e")
-    assert caught.value.complete == ("a", "b", "empty")
+    assert caught.value.requests == (("c", "d", "e") if native == "off" else ("e",))
+    assert caught.value.complete == (("a", "b", "empty") if native == "off" else ("a", "b", "c", "d", "empty"))
     cells = theirs.memory().reshape(-1, 256)
-    wanted = memory.reshape(-1, 256)[(src[:1000] - memory.ctypes.data) // 256]
-    np.testing.assert_array_equal(cells[(dst[:1000] - theirs.address) // 256], wanted)
+    there = np.arange(1000 if native == "off" else 2000) != 1700
+    wanted = memory.reshape(-1, 256)[(src[: len(there)][there] - memory.ctypes.data) // 256]
+    np.testing.assert_array_equal(cells[(dst[: len(there)][there] - theirs.address) // 256], wanted)
     ours.write(theirs.session, copies(src[:1], dst[:1], 256))  # such a failure does not spoil the peer
 
 

@@ -16,14 +16,23 @@ from kvcompile import arena
 from kvcompile.descriptors import Descriptors
 from kvcompile.errors import HandshakeError, TransferError
 
-__all__ = ["Bars", "Ticket", "Transfer", "rest", "snapshot"]
+__all__ = ["Bars", "BatchError", "Ticket", "Transfer", "rest", "snapshot"]
 
 UInt64 = npt.NDArray[np.uint64]
+Bools = npt.NDArray[np.bool_]
 Kind = Literal["write", "read"]
 _Error = TypeVar("_Error", TransferError, HandshakeError)
 
 SHOWN = 3
 """Ranges that a message lists; the error holds all."""
+
+
+class BatchError(TransferError):
+    """A batch that failed, of which the transport says which rows have certainly arrived all the same."""
+
+    def __init__(self, message: str, arrived: Bools) -> None:
+        super().__init__(message)
+        self.arrived = arrived
 
 
 class Transfer:
@@ -33,6 +42,8 @@ class Transfer:
 
     Attributes
     ----------
+    descriptors : Descriptors
+        Without the rows that arrived although their batch failed.
     digest : str or None
         Of the cache that the peer's memory has to be; None where nobody asks.
     left : bool
@@ -50,6 +61,7 @@ class Transfer:
         self.timeout = timeout
         self.deadline = None if timeout is None else time.monotonic() + timeout
         self.digest = digest
+        self.total = len(descriptors)
         self.moved = 0
         self.sent = 0
         self.asking = False
@@ -78,16 +90,24 @@ class Transfer:
                 self.sent = self.moved + rows
             return not self.left
 
+    def leave_out(self, arrived: Bools) -> None:
+        """Take rows of those with the transport off the list, for they have arrived."""
+        keep = np.ones(len(self.descriptors), bool)
+        keep[self.moved : self.sent] = ~arrived
+        self.descriptors = _only(self.descriptors, keep)
+        self.sent -= int(np.count_nonzero(arrived))
+
     def error(self, kind: type[_Error], what: str, **more: tuple[tuple[int, int], ...]) -> _Error:
         """Make the error that names the incomplete requests: those with a row past the last that arrived."""
-        moved, total = self.moved, len(self.descriptors)
+        rows, moved = self.descriptors, self.moved
         requests, complete = [], []
-        for request, (first, last) in zip(self.descriptors.requests, pairwise(self.descriptors.spans), strict=True):
+        for request, (first, last) in zip(rows.requests, pairwise(rows.spans), strict=True):
             if last > max(first, moved):
                 requests.append(request)
-            elif request not in self.descriptors.failed:
+            elif request not in rows.failed:
                 complete.append(request)
-        counts = f"{moved} of {total} descriptors arrived, {len(requests)} request(s) may be incomplete"
+        arrived = self.total - len(rows) + moved
+        counts = f"{arrived} of {self.total} descriptors arrived, {len(requests)} request(s) may be incomplete"
         return kind(f"{self.kind} with {self.session}: {what} ({counts})", requests, complete, **more)
 
 
@@ -216,6 +236,15 @@ def rest(descriptors: Descriptors, first: int) -> Descriptors:
     spans = np.maximum(descriptors.spans, first) - first
     columns = descriptors.src[first:], descriptors.dst[first:], descriptors.length[first:]
     return Descriptors(*columns, spans, descriptors.requests, descriptors.failed)
+
+
+def _only(descriptors: Descriptors, keep: Bools) -> Descriptors:
+    """Return a copy with some of the rows."""
+    spans = np.append(0, np.cumsum(keep))[descriptors.spans]
+    columns = descriptors.src[keep], descriptors.dst[keep], descriptors.length[keep]
+    copy = Descriptors(*columns, spans, descriptors.requests, descriptors.failed)
+    copy._caches = descriptors._caches
+    return copy
 
 
 def snapshot(descriptors: Descriptors) -> Descriptors:

@@ -20,7 +20,7 @@ from kvcompile import backend
 from kvcompile.cache import Cache
 from kvcompile.descriptors import Descriptors
 from kvcompile.engines import digests
-from kvcompile.engines.attempts import Transfer, rest
+from kvcompile.engines.attempts import BatchError, Transfer, rest
 from kvcompile.engines.transfers import Ask, Transfers
 from kvcompile.errors import HandshakeError, TransferError
 from kvcompile.layout import Buffer
@@ -132,7 +132,10 @@ class Engine(Transfers):
 
     @abstractmethod
     def _move(self, kind: str, session: str, batch: Descriptors) -> None:
-        """Move one batch, which keeps to the limits, without the GIL; TransferError if that failed."""
+        """Move one batch, which keeps to the limits, without the GIL; TransferError if that failed.
+
+        BatchError where it is known which rows have arrived.
+        """
 
     def _ready(self, batches: Iterator[Descriptors]) -> Iterator[Descriptors]:
         """Pass batches on, made ready for `_move` where that is work."""
@@ -167,7 +170,7 @@ class Engine(Transfers):
                         break
                     except TransferError as error:
                         transfer.fault = error
-                        self._failed(transfer)
+                        self._failed(transfer, error)
                         if transfer.left:
                             break
         except Exception as fault:  # raised again where the caller is
@@ -186,9 +189,14 @@ class Engine(Transfers):
             self._move(transfer.kind, transfer.session, batch)
             transfer.moved += len(batch)
 
-    def _failed(self, transfer: Transfer) -> None:
+    def _failed(self, transfer: Transfer, error: TransferError) -> None:
         """Note that a batch failed, which does not mean that the transport has stopped sending it."""
         with transfer.lock:
+            if isinstance(error, BatchError):
+                transfer.leave_out(error.arrived)
+                if transfer.bar is not None:  # it stands for the whole batch
+                    self._bars.lift(transfer.bar)
+                    transfer.bar = self._bars.add(transfer, transfer.bar.why)
             if self.lingers and not transfer.left:
                 self._bars.add(transfer, "a batch that failed, of which the transport may still send the rest")
             if not (self.lingers and transfer.left):
