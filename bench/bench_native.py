@@ -47,6 +47,7 @@ def without_wire() -> tuple[MooncakeEngine, MooncakeEngine]:
         kinds = types.int64(*[types.int64] * 3, types.CPointer(types.int64))
         succeed, complete = numba.cfunc(kinds)(_succeed), numba.cfunc(kinds)(_complete)
         past._native._functions = np.full_like(past._native._functions, succeed.address)
+        past._native._segments[NOWHERE] = 1
         past._native._functions[past._native._records.BATCH_STATUS] = complete.address
     return official, past
 

@@ -1,11 +1,14 @@
 """The real Mooncake Transfer Engine over TCP between two processes: bytes compared, limits kept, failures named."""
 
+import contextlib
 import os
 import signal
+import socket
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -170,6 +173,51 @@ def test_dead_peer(ours: MooncakeEngine, memory: np.ndarray) -> None:
         with pytest.raises(TransferError) as caught:
             ours.write(other.session, one, timeout=10)
         assert caught.value.requests == ("request",)
+
+
+@contextmanager
+def stranger(answer: bytes) -> Iterator[str]:
+    """A peer that answers the engine's handshake with bytes of its own; yields its session."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    connection, _ = server.accept()
+                    with connection:
+                        size = int.from_bytes(connection.recv(8, socket.MSG_WAITALL), "little")
+                        kind = connection.recv(size, socket.MSG_WAITALL)[:1]
+                        connection.sendall((len(answer) + 1).to_bytes(8, "little") + kind + answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield f"127.0.0.1:{server.getsockname()[1]}"
+        finally:
+            server.shutdown(socket.SHUT_RDWR)
+            thread.join(30)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        *(b"", b"{", b"{}", b"null", b"[]", b"5", b"[" * 100_000, b'{"name":{},"protocol":"tcp"}'),
+        *(b'{"name":"a","protocol":[]}', b'{"name":"a","protocol":"tcp","tcp_data_port":"x","buffers":[]}'),
+        b'{"name":"a","protocol":"tcp","tcp_data_port":1,"buffers":[{"name":"a","addr":-1,"length":1}]}',
+        b'{"name":"a:x","protocol":"tcp","tcp_data_port":1,"tcp_proto_version":2,"buffers":[]}',
+        b'{"name":"a","protocol":"rdma","devices":5,"buffers":[],"priority_matrix":7}',
+    ],
+    ids=lambda answer: answer[:60].decode(),
+)
+def test_a_stranger_fails_the_transfer_and_no_more(ours: MooncakeEngine, memory: np.ndarray, answer: bytes) -> None:
+    """Many of these make Mooncake throw: where nobody catches that, it is the end of the process."""
+    with stranger(answer) as session:
+        one = copies([memory.ctypes.data], [memory.ctypes.data], 16)
+        for _ in range(2):
+            with pytest.raises(TransferError, match="the peer") as caught:
+                ours.write(session, one)
+            assert caught.value.requests == ("request",)
+            ours.lift(session)
 
 
 def test_frozen_peer_costs_the_timeout(ours: MooncakeEngine, memory: np.ndarray) -> None:

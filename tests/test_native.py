@@ -6,7 +6,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -125,6 +127,7 @@ def test_a_trial_that_fails_is_remembered(
     (file,) = nothing_known.glob("native-*")
     assert why in message
     assert f"remembered in {file}" in message
+    monkeypatch.setattr(past, "TRIAL_S", 60.0)
     trial(monkeypatch, f"print({past.digest_of(ours._engine)!r})")
     past._verdict.cache_clear()
     assert why in refused(ours._engine), "another process asked again"
@@ -277,29 +280,35 @@ def test_a_frozen_peer(memory: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> N
         assert landed(other.memory(), other.address, memory, src, dst).all()
 
 
+@contextmanager
+def instead(native: past.Native, replaced: dict[int, tuple[int, Callable[..., int]]]) -> Iterator[None]:
+    """Replace methods, by index, for a while: each gets the real one, and then so many arguments."""
+    functions, keep = native._functions.copy(), []
+    for index, (count, function) in replaced.items():
+        kind = ctypes.CFUNCTYPE(*[ctypes.c_uint64] * (1 + count))
+        keep.append(kind(partial(function, kind(int(functions[index])))))
+        functions[index] = ctypes.cast(keep[-1], ctypes.c_void_p).value
+    was, native._functions = native._functions, functions
+    try:
+        yield
+    finally:
+        native._functions = was
+
+
 def test_every_batch_is_freed(ours: MooncakeEngine, theirs: Peer, memory: np.ndarray) -> None:
     calls: list[str] = []
     native = ours._native
     assert native is not None
-    functions = native._functions.copy()
-    keep = []
 
-    def counted(name: str, index: int, *kinds: type) -> None:
-        kind = ctypes.CFUNCTYPE(*kinds)
-        real = kind(int(functions[index]))
-
-        def forward(*arguments: int) -> int:
+    def noted(name: str) -> Callable[..., int]:
+        def forward(real: Callable[..., int], *arguments: int) -> int:
             calls.append(name)
-            return real(*arguments)  # type: ignore[no-any-return]
+            return real(*arguments)
 
-        keep.append(kind(forward))
-        functions[index] = ctypes.cast(keep[-1], ctypes.c_void_p).value
+        return forward
 
-    word = ctypes.c_uint64
-    counted("new", native._records.ALLOCATE, word, word, word)
-    counted("free", native._records.FREE, word, word, word, word)
-    was, native._functions = native._functions, functions
-    try:
+    records = native._records
+    with instead(native, {records.ALLOCATE: (2, noted("new")), records.FREE: (3, noted("free"))}):
         src, dst = pieces(memory, theirs.address)
         ours.write(theirs.session, copies(src, dst, ROW))
         dst[7] = theirs.address + NBYTES
@@ -307,10 +316,31 @@ def test_every_batch_is_freed(ours: MooncakeEngine, theirs: Peer, memory: np.nda
             ours.write(theirs.session, copies(src, dst, ROW))
         with pytest.raises(TransferError, match=f"did not move {ROWS} of {ROWS}"):
             ours.write("127.0.0.1:1", copies(src, dst, ROW))
-    finally:
-        native._functions = was
         ours.lift(theirs.session)
     assert calls == ["new", "free"] * 2, "and none for a peer that does not exist"
+
+
+def test_what_mooncake_refuses_has_not_arrived(ours: MooncakeEngine, theirs: Peer, memory: np.ndarray) -> None:
+    """A batch with room for one row refuses all, and its state is then that of an empty one: completed."""
+    theirs.ask("clear")
+    native = ours._native
+    assert native is not None
+
+    def too_small(real: Callable[..., int], engine: int, count: int) -> int:
+        return real(engine, 1)
+
+    src, dst = pieces(memory, theirs.address)
+    with (
+        instead(native, {native._records.ALLOCATE: (2, too_small)}),
+        pytest.raises(TransferError, match=f"did not move {ROWS} of {ROWS}") as caught,
+    ):
+        ours.write(theirs.session, copies(src, dst, ROW, range(ROWS + 1), range(ROWS)))
+    assert caught.value.complete == ()
+    assert (theirs.memory() == CANARY).all()
+    assert not native._late
+    ours.lift(theirs.session)
+    ours.write(theirs.session, copies(src, dst, ROW))
+    assert landed(theirs.memory(), theirs.address, memory, src, dst).all()
 
 
 def test_several_peers_at_once(ours: MooncakeEngine, theirs: Peer, memory: np.ndarray) -> None:

@@ -173,14 +173,17 @@ class MooncakeEngine(Engine):
         return ahead(batches, _Lists) if self._native is None else batches
 
     def _move(self, kind: str, session: str, batch: Descriptors) -> None:
-        if self._native is not None:
-            self._native.move(kind, session, batch)
-            return
-        src, dst, length = (batch if isinstance(batch, _Lists) else _Lists(batch)).lists
-        if kind == "write":
-            code = self._engine.batch_transfer_sync_write(session, src, dst, length)
-        else:
-            code = self._engine.batch_transfer_sync_read(session, dst, src, length)
+        try:
+            if self._native is not None:
+                self._native.move(kind, session, batch)
+                return
+            src, dst, length = (batch if isinstance(batch, _Lists) else _Lists(batch)).lists
+            if kind == "write":
+                code = self._engine.batch_transfer_sync_write(session, src, dst, length)
+            else:
+                code = self._engine.batch_transfer_sync_read(session, dst, src, length)
+        except RuntimeError as error:  # a C++ exception
+            raise TransferError(f"Mooncake failed at what the peer answered: {error}") from error
         if code:
             raise TransferError(
                 f"Mooncake answered {code} for {len(batch)} descriptors: the peer is unreachable, has not registered "

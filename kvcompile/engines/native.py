@@ -102,12 +102,13 @@ class Native:
         self._pointer = engine.get_engine_ptr()
         self._functions = _functions(_file(engine))
         self._most_us = _timeout_us()
+        self._segments: dict[str, int] = {}  # of peers that the engine has met
         self._late: list[tuple[Int64, int]] = []  # memory and rows of batches that nobody waits for any more
         self._lock = threading.Lock()
         # Compile, or load, before the first batch needs it.
         none = np.empty(0, np.uint64)
         memory = np.zeros(records.STATES, np.int64)
-        records.carry(self._functions, self._pointer, _characters(""), none, none, none, 0, memory, 0, 0)
+        records.carry(self._functions, self._pointer, 0, none, none, none, 0, memory, 0, 0)
         records.poll(self._functions, self._pointer, memory, 0)
 
     def move(self, kind: str, session: str, batch: Descriptors) -> None:
@@ -115,18 +116,38 @@ class Native:
         here, there = (batch.src, batch.dst) if kind == "write" else (batch.dst, batch.src)
         states, rows = self._records.STATES, len(batch)
         memory = np.empty(states + (1 + self._records.RECORD) * rows, np.int64)
-        missing = self._records.carry(
-            *(self._functions, self._pointer, _characters(session), here, there, batch.length, int(kind == "write")),
-            *(memory, self._most_us, SETTLE_US),
-        )
+        segment = self._segment(session)
+        if segment < 0:
+            memory[: states + rows], missing = 0, rows
+        else:
+            missing = self._records.carry(
+                *(self._functions, self._pointer, segment, here, there, batch.length, int(kind == "write")),
+                *(memory, self._most_us, SETTLE_US),
+            )
         if memory[self._records.BATCH] or self._late:
             self._keep(memory, rows)
         if missing:
+            if missing == rows:
+                self._segments.pop(session, None)
             raise BatchError(
                 f"Mooncake did not move {missing} of {rows} descriptors: the peer is unreachable, has not registered "
                 "that memory, or its queue was full; some of them may have been copied, or still be",
                 memory[states : states + rows] == self._records.COMPLETED,
             )
+
+    def _segment(self, session: str) -> int:
+        """Return a peer's segment, less than 0 if it does not answer.
+
+        The official interface meets it first, with no descriptors: an exception that its answer causes, which is the
+        peer's to choose, would end the process anywhere else.
+        """
+        segment = self._segments.get(session, -1)
+        if segment < 0 and self._engine.batch_transfer_sync_write(session, [], [], []) == 0:
+            name = np.frombuffer(bytearray(session.encode() + b"\0"), np.uint8)
+            memory = np.empty(self._records.STATES, np.int64)
+            segment = self._records.opened(self._functions, self._pointer, name, memory)
+            self._segments[session] = segment
+        return segment
 
     def _keep(self, memory: Int64, rows: int) -> None:
         """Keep what the engine still uses, and free what it no longer does."""
@@ -206,12 +227,6 @@ def _functions(file: Path) -> Int64:
     found = [getattr(library, _CLASS + name) for name in _METHODS]
     found += [library._ZdaPv, libc.usleep]
     return np.array([ctypes.cast(function, ctypes.c_void_p).value for function in found], np.int64)
-
-
-@functools.lru_cache(4096)
-def _characters(session: str) -> npt.NDArray[np.uint8]:
-    """Return a session as the characters of a C string."""
-    return np.frombuffer(bytearray(session.encode() + b"\0"), np.uint8)
 
 
 def _timeout_us() -> int:

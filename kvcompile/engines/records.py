@@ -10,7 +10,7 @@ from numba.extending import intrinsic
 
 from kvcompile._jit import entry, jit
 
-__all__ = ["BATCH", "COMPLETED", "RECORD", "STATES", "carry", "poll"]
+__all__ = ["BATCH", "COMPLETED", "RECORD", "STATES", "carry", "opened", "poll"]
 
 # Methods, as they stand in an array of addresses.
 OPEN, ALLOCATE, SUBMIT, BATCH_STATUS, TASK_STATUS, FREE, DELETE, SLEEP = range(8)
@@ -32,7 +32,23 @@ PAUSE_US, MOST_PAUSE_US = 20, 2000
 
 
 @entry
-def carry(functions, engine, name, here, there, length, opcode, memory, most_us, settle_us):
+def opened(functions, engine, name, memory):
+    """Return the segment of a peer that the engine has met; what an unknown one says might raise a C++ exception.
+
+    Parameters
+    ----------
+    functions, engine
+        As for `carry`.
+    name : uint8 array
+        The peer's session, and a zero.
+    memory : int64 array [STATES]
+    """
+    memory[NAME], memory[NAME + 1], memory[NAME + 2] = name.ctypes.data, len(name) - 1, len(name) - 1
+    return call2(functions[OPEN], (engine, memory.ctypes.data + 8 * NAME))
+
+
+@entry
+def carry(functions, engine, segment, here, there, length, opcode, memory, most_us, settle_us):
     """Hand over one batch and wait until it is over, or for ``most_us``; return how many rows have not arrived.
 
     ``memory[BATCH]`` is 0 afterwards unless something is still under way: then ``memory`` has to stay until `poll`
@@ -44,8 +60,8 @@ def carry(functions, engine, name, here, there, length, opcode, memory, most_us,
         Addresses of the methods, and of ``operator delete[]`` and ``usleep``.
     engine : int
         Address of the engine.
-    name : uint8 array
-        The peer's session, and a zero.
+    segment : int
+        The peer's.
     here, there, length : uint64 arrays [n]
         Addresses in this process and the peer's, bytes.
     opcode : int
@@ -60,10 +76,6 @@ def carry(functions, engine, name, here, there, length, opcode, memory, most_us,
         return 0
     words = memory.ctypes.data
     memory[: STATES + n] = 0
-    memory[NAME], memory[NAME + 1], memory[NAME + 2] = name.ctypes.data, len(name) - 1, len(name) - 1
-    segment = call2(functions[OPEN], (engine, words + 8 * NAME))
-    if segment < 0:
-        return n
     nbytes = 0
     for i in range(n):
         at = STATES + n + RECORD * i
