@@ -363,3 +363,14 @@ def test_several_peers_at_once(ours: MooncakeEngine, theirs: Peer, memory: np.nd
         assert not faults
         for to in both:
             assert landed(to.memory(), to.address, memory, *pieces(memory, to.address, 3000)).all()
+
+
+@pytest.mark.parametrize(
+    ("given", "seconds"), [(None, 30), ("7", 7), ("2", 5), ("-9", 5), ("nonsense", 5), (" 12s", 12), ("", 5)]
+)
+def test_mooncakes_time_is_ours(given: str | None, seconds: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As its calls read MC_TRANSFER_TIMEOUT: by ``atoi``, five at least."""
+    monkeypatch.delenv("MC_TRANSFER_TIMEOUT", raising=False)
+    if given is not None:
+        monkeypatch.setenv("MC_TRANSFER_TIMEOUT", given)
+    assert past._timeout_us() == seconds * 1_000_000

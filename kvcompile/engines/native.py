@@ -225,7 +225,7 @@ def _functions(file: Path) -> Int64:
     """Return the addresses that `records` calls."""
     library, libc = ctypes.CDLL(str(file)), ctypes.CDLL(None)
     found = [getattr(library, _CLASS + name) for name in _METHODS]
-    found += [library._ZdaPv, libc.usleep]
+    found += [library._ZdaPv, libc.usleep, libc.clock_gettime]
     return np.array([ctypes.cast(function, ctypes.c_void_p).value for function in found], np.int64)
 
 

@@ -13,7 +13,7 @@ from kvcompile._jit import entry, jit
 __all__ = ["BATCH", "COMPLETED", "RECORD", "STATES", "carry", "opened", "poll"]
 
 # Methods, as they stand in an array of addresses.
-OPEN, ALLOCATE, SUBMIT, BATCH_STATUS, TASK_STATUS, FREE, DELETE, SLEEP = range(8)
+OPEN, ALLOCATE, SUBMIT, BATCH_STATUS, TASK_STATUS, FREE, DELETE, SLEEP, CLOCK = range(9)
 
 # A batch's memory in words of 8 bytes: what the methods are given and where they answer, the state of each row, and
 # then the requests: opcode, source, segment, target, length, retry and hint, task group.
@@ -22,13 +22,15 @@ VECTOR = 2  # of requests, a `std::vector`: begin, end, end of the capacity
 STATE = 5  # a `TransferStatus`: state (32 bits), bytes
 NAME = 7  # of the peer, a `std::string`: characters, length, capacity, 8 bytes
 BATCH = 11  # the batch, 0 once it is freed
-STATES = 12
+TIME = 12  # a `timespec`: seconds, nanoseconds
+STATES = 14
 RECORD = 7
 
 # States of a row.
 WAITING, COMPLETED, FAILED = 0, 4, 6
 
 PAUSE_US, MOST_PAUSE_US = 20, 2000
+CLOCK_MONOTONIC = 1
 
 
 @entry
@@ -57,7 +59,7 @@ def carry(functions, engine, segment, here, there, length, opcode, memory, most_
     Parameters
     ----------
     functions : int64 array
-        Addresses of the methods, and of ``operator delete[]`` and ``usleep``.
+        Addresses of the methods, and of ``operator delete[]``, ``usleep`` and ``clock_gettime``.
     engine : int
         Address of the engine.
     segment : int
@@ -92,7 +94,7 @@ def carry(functions, engine, segment, here, there, length, opcode, memory, most_
         free(functions, engine, memory)
         return n
     most_us += nbytes // 1000
-    waited = 0
+    began, waited = now_us(functions, memory), 0
     # The state of the whole batch first: asked one by one, each row that has arrived asks for that again.
     while True:
         answer(functions, memory, call4(functions[BATCH_STATUS], (words, engine, batch, words + 8 * STATE)))
@@ -102,18 +104,20 @@ def carry(functions, engine, segment, here, there, length, opcode, memory, most_
             return 0
         if state > COMPLETED or waited >= most_us:
             break
-        waited += pause(functions, waited)
-    missing, still = n, 0
+        pause(functions, waited)
+        waited = now_us(functions, memory) - began
+    missing, last = n, waited
     while True:
         waiting, before = poll(functions, engine, memory, n), missing
         missing = 0
         for i in range(n):
             missing += memory[STATES + i] != COMPLETED
-        if waiting == 0 or still >= settle_us or waited >= most_us:
+        if missing < before:
+            last = waited
+        if waiting == 0 or waited - last >= settle_us or waited >= most_us:
             return missing
-        step = pause(functions, waited)
-        waited += step
-        still = 0 if missing < before else still + step
+        pause(functions, waited)
+        waited = now_us(functions, memory) - began
 
 
 @entry
@@ -150,10 +154,15 @@ def answer(functions, memory, _):
 
 @jit
 def pause(functions, waited):
-    """Sleep for a sixteenth of what was waited so far; return the microseconds."""
-    step = min(PAUSE_US + waited // 16, MOST_PAUSE_US)
-    call1(functions[SLEEP], (step,))
-    return step
+    """Sleep for a sixteenth of what was waited so far."""
+    call1(functions[SLEEP], (min(PAUSE_US + waited // 16, MOST_PAUSE_US),))
+
+
+@jit
+def now_us(functions, memory):
+    """Return the time in microseconds."""
+    call2(functions[CLOCK], (CLOCK_MONOTONIC, memory.ctypes.data + 8 * TIME))
+    return memory[TIME] * 1_000_000 + memory[TIME + 1] // 1000
 
 
 def _caller(count):
