@@ -2,15 +2,22 @@
 
 import threading
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from kvcompile import _jit
-from kvcompile.kernels import arrays, check, cpu, descriptors, ids, item, known, order
-from kvcompile.kernels import pack as packing
+from kvcompile.kernels import arrays, item
 from kvcompile.kernels.arrays import Batch, Program
+
+if TYPE_CHECKING:
+    from kvcompile.kernels import check, cpu, descriptors, ids, known, order
+    from kvcompile.kernels import pack as packing
+else:  # what a kernel costs to declare, a process pays that builds something
+    check, cpu, descriptors, ids, known, order, packing = map(
+        _jit.later, ("check", "cpu", "descriptors", "ids", "known", "order", "pack")
+    )
 
 __all__ = [
     "Batch",
