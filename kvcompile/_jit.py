@@ -8,12 +8,9 @@ import contextlib
 import fcntl
 import functools
 import hashlib
-import importlib.util
 import os
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numba
@@ -21,7 +18,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-__all__ = ["cache_folder", "entry", "jit", "later", "locked", "move"]
+__all__ = ["cache_folder", "entry", "jit", "locked", "move"]
 
 
 @functools.cache
@@ -63,20 +60,6 @@ def jit(function: Callable[..., Any]) -> Any:
 
 # No divisor here is ever zero, and nobody calls a kernel from C: both would cost compile time.
 _OPTIONS = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
-
-
-def later(name: str) -> ModuleType:
-    """Return a module of `kvcompile.kernels` that is run when something in it is first asked for."""
-    full = f"kvcompile.kernels.{name}"
-    if full in sys.modules:
-        return sys.modules[full]
-    spec = importlib.util.find_spec(full)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{full} is not there")
-    spec.loader = importlib.util.LazyLoader(spec.loader)
-    module = sys.modules[full] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @contextlib.contextmanager

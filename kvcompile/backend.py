@@ -7,16 +7,18 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvcompile import _jit
+from kvcompile._later import later
 from kvcompile.kernels import arrays, item
 from kvcompile.kernels.arrays import Batch, Program
 
 if TYPE_CHECKING:
+    from kvcompile import _jit
     from kvcompile.kernels import check, cpu, descriptors, ids, known, order
     from kvcompile.kernels import pack as packing
-else:  # what a kernel costs to declare, a process pays that builds something
-    check, cpu, descriptors, ids, known, order, packing = map(
-        _jit.later, ("check", "cpu", "descriptors", "ids", "known", "order", "pack")
+else:  # Numba, and what it costs to declare a kernel, are for a process that builds something
+    _jit = later("kvcompile._jit")
+    check, cpu, descriptors, ids, known, order, packing = (
+        later(f"kvcompile.kernels.{name}") for name in ("check", "cpu", "descriptors", "ids", "known", "order", "pack")
     )
 
 __all__ = [

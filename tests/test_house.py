@@ -22,7 +22,7 @@ FOLDERS = ("kvcompile", "kernels", "tests", "bench", "docs", "examples", "tools"
 
 # A module imports from its own tier or lower ones only; a package's files share its tier.
 TIERS = (
-    ("errors",),
+    ("errors", "_later"),
     ("layout", "topology"),
     ("fields", "memory"),
     ("overlap", "overlays", "handshake", "tensors", "cache", "arena", "descriptors"),
