@@ -94,8 +94,6 @@ class State:
         A peer's layout -> what was prepared for it.
     cache : Cache, LayoutError or None
         What this worker holds, or why it cannot be said; made at the first use after a registration.
-    last_peer : Cache or None
-        The peer that was described last, for its place in data parallelism.
     pending : dict
         id of the list of src addresses that was handed out -> (that list, its descriptors), until it is sent.
     engine : MooncakeEngine or None
@@ -109,7 +107,6 @@ class State:
         self.engine: Any = None
         self.layouts: OrderedDict[Any, Any] = OrderedDict()
         self.cache: Any = None
-        self.last_peer: Any = None
 
     @staticmethod
     def keep(kept: "OrderedDict[Any, Any]", key: Any, value: Any) -> None:

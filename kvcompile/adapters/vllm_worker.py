@@ -48,6 +48,9 @@ class PullMetadata(upstream.MooncakeXferMetadata, omit_defaults=True):  # type: 
     kvcompile_cache: bytes = b""
     kvcompile_scratch: list[int] = msgspec.field(default_factory=list)
     kvcompile_election: str = ""
+    kvcompile_dp: tuple[int, int] = (0, 1)
+    """The consumer's data-parallel rank and size: a `balanced` election depends on them, and pulls without a layout
+    have no cache to ask."""
 
 
 def installed(settings: Settings) -> None:
@@ -104,16 +107,23 @@ def _target_ranks(worker: Any, theirs: Any, remote_size: int, *rest: Any) -> lis
         election = getattr(pull, "kvcompile_election", "") or "nearest"
     divides = worker.tp_size % remote_size == 0 or remote_size % worker.tp_size == 0
     own = _own(worker, state)
-    if (divides and election != "balanced") or not isinstance(own, Cache):
+    if (divides and election != "balanced") or not isinstance(own, Cache) or _is_plain(state):
         return theirs(remote_size, *rest)  # type: ignore[no-any-return]
     if not divides and "handshake_target_ranks" not in state.settings.corrections:
         return theirs(remote_size, *rest)  # type: ignore[no-any-return]
     sizes = (remote_size, worker.tp_size) if receives else (worker.tp_size, remote_size)
-    dp = _dp(own) if receives else _dp(state.last_peer or own)
+    dp = _dp(own) if receives else getattr(pull, "kvcompile_dp", (0, 1))
     pairs = vllm_pair.partners(vllm_pair.signatures(own), *sizes, election, *dp)
-    if receives:
-        return sorted(src for src, dst in pairs if dst == worker.tp_rank)
-    return sorted(dst for src, dst in pairs if src == worker.tp_rank)
+    named = {src for src, dst in pairs if dst == worker.tp_rank}
+    if not receives:
+        named = {dst for src, dst in pairs if src == worker.tp_rank}
+    # A producer without kvcompile knows no election: its own ranks are asked too, or bytes would be lost in silence.
+    return sorted(named | set(theirs(remote_size, *rest)) if divides else named)
+
+
+def _is_plain(state: State) -> bool:
+    """Whether pairs are left as vLLM has them."""
+    return not state.settings.corrections and state.settings.mode == "exact"
 
 
 def _dp(cache: Cache) -> tuple[int, int]:
@@ -140,6 +150,7 @@ def _build_pull_metadata(self: Any, pull_metas: dict[str, Any], *, include_layou
         kvcompile_cache=own.to_bytes() if include_layout and isinstance(own, Cache) else b"",
         kvcompile_scratch=_scratch(self),
         kvcompile_election=election,
+        kvcompile_dp=_dp(own) if isinstance(own, Cache) else (0, 1),
     )
 
 
@@ -174,7 +185,7 @@ def validate_region_lengths(
 def _prepare_transfer_regions(self: Any, meta: Any) -> Prepared:
     """Return vLLM's regions where they are right, else regions with a compiled pair, or why neither can be."""
     state = _state(self)
-    if not state.settings.corrections and state.settings.mode == "exact":
+    if _is_plain(state):
         return _theirs["_prepare_transfer_regions"](self, meta)  # type: ignore[no-any-return]
     key = (
         *(meta.remote_hostname, meta.remote_port, meta.remote_tp_size, meta.remote_tp_rank, meta.remote_pp_size),
@@ -207,7 +218,6 @@ def _prepare(worker: Any, state: State, meta: Any) -> Prepared:
         if not isinstance(own, Cache):
             raise own
         peer = Cache.from_bytes(data) if data else vllm_cache.peer_of(worker, own, meta)
-        state.last_peer = peer
         ratios = [1 if group.state else worker._physical_blocks_per_logical_kv_block for group in own.groups]
         needed = vllm_pair.verdict(own, peer, answer, ratios)
     except KVCompileError as error:
@@ -217,7 +227,8 @@ def _prepare(worker: Any, state: State, meta: Any) -> Prepared:
         logger.error("kvcompile: %s: refused: %s", who, error)
         return [], [], f"kvcompile: {error}"
     election = getattr(meta, "kvcompile_election", "") or "nearest"
-    optimizes = state.settings.mode == "optimizing" and needed in (None, *state.settings.corrections)
+    asked = state.settings.mode == "optimizing" or election != "nearest"
+    optimizes = asked and needed in (None, *state.settings.corrections)
     if needed is None and not optimizes:
         logger.info("kvcompile: %s: proof exact; vLLM's own descriptors (%.3f s)", who, time.perf_counter() - started)
         return theirs

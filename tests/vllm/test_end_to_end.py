@@ -60,8 +60,10 @@ def shard(heads: int, rank: int, size: int) -> slice:
 class Side:
     """All ranks of one side, with memory."""
 
-    def __init__(self, role: str, size: int, heads: int, model: str, ours: bool, **settings: Any) -> None:
-        self.role, self.size, self.heads = role, size, heads
+    def __init__(
+        self, role: str, size: int, heads: int, model: str, ours: bool, dp: tuple[int, int] = (0, 1), **settings: Any
+    ) -> None:
+        self.role, self.size, self.heads, self.dp = role, size, heads, dp
         self.ranks: list[Any] = []
         self.tensors: list[list[torch.Tensor]] = []
         for rank in range(size):
@@ -85,6 +87,9 @@ class Side:
             device_config=DeviceConfig("cpu"),
         )
         config.cache_config.kv_cache_layout = "LBNHC"
+        parallel = config.parallel_config  # as vLLM's engine process sets it of a model with experts
+        parallel.data_parallel_rank = parallel.data_parallel_index = self.dp[0]
+        parallel.data_parallel_size = self.dp[1]
         local = shard(self.heads, rank, self.size)
         count = local.stop - local.start
         names = [f"model.layers.{n}.self_attn.attn" for n in range(LAYERS)]
@@ -242,6 +247,41 @@ def test_bytes_and_release(
     finally:
         decode.close()
         prefill.close()
+
+
+@pytest.mark.parametrize("producer", ["optimizing", "exact", "plain"])
+def test_balanced_over_replicas(producer: str, model: str, bootstrap: str) -> None:
+    """Two data-parallel consumers ask different replicas, in any order, with a layout and without.
+
+    Each head is on two of four ranks. A producer without kvcompile knows no election, and loses nothing either.
+    """
+    settings = {"mode": "optimizing", "election": "balanced"}
+    ours = producer != "plain"
+    prefill = Side("kv_producer", 4, 2, model, ours, **({"mode": producer} if ours else {}))
+    decodes = [Side("kv_consumer", 2, 2, model, True, (rank, 2), **settings) for rank in range(2)]
+    before = [0] * 4
+    try:
+        moved: list[dict[str, tuple[list[int], list[int]]]] = [{}, {}]
+        for turn, rank in enumerate((1, 0, 1, 0)):
+            # The first pull to each rank carries the layout, the later ones do not.
+            requests = {f"{turn}{name}": (src, [b + turn for b in dst]) for name, (src, dst) in SPREAD.items()}
+            done = run(prefill, decodes[rank], requests, bootstrap)
+            assert done["received"] == {f"d-{request}" for request in requests}, f"turn {turn}"
+            assert done["sent"] == {f"p-{request}" for request in requests}, f"turn {turn}"
+            assert done["invalid"] == set()
+            moved[rank] |= requests
+            check(decodes[rank], moved[rank])
+            sent = [sum(one.connector_worker.xfer_stats.data["num_descriptors"]) for one in prefill.ranks]
+            senders = [at for at in range(4) if sent[at] > before[at]]
+            assert senders == ([0, 2] if rank == 0 or not ours else [1, 3]), f"turn {turn}"
+            before = sent
+    finally:
+        for decode in decodes:
+            decode.close()
+        prefill.close()
+
+
+SPREAD = {"a": ([3, 4, 9], [1, 6, 11]), "b": ([12], [16])}
 
 
 def test_exact_failure_list(model: str, bootstrap: str, monkeypatch: pytest.MonkeyPatch) -> None:
