@@ -29,6 +29,19 @@ CORRECTIONS = (
 PLANS = 1024
 """Layouts whose plans a worker keeps: as many as vLLM keeps peer layouts."""
 
+COUNTERS = (
+    "plans",
+    "compile_seconds",
+    "batches",
+    "descriptors",
+    "seconds",
+    "failed_requests",
+    "failed_transfers",
+    "pairs",
+    "corrected_pairs",
+    "left_to_vllm",
+)
+
 _lock = threading.Lock()
 _counters: Counter[str] = Counter()
 
@@ -131,4 +144,4 @@ def count(**changes: float) -> None:
 def counters() -> dict[str, float]:
     """Return the counters of this process: plans compiled, batches, descriptors, seconds, what was left to vLLM, ..."""
     with _lock:
-        return dict(_counters)
+        return {name: _counters[name] for name in COUNTERS}

@@ -5,6 +5,8 @@ All ranks of both sides are connectors of this process, made by vLLM's own facto
 
 import asyncio
 import json
+import logging
+import re
 import socket
 import time
 import zlib
@@ -249,16 +251,26 @@ def test_bytes_and_release(
         prefill.close()
 
 
-@pytest.mark.parametrize("producer", ["optimizing", "exact", "plain"])
-def test_balanced_over_replicas(producer: str, model: str, bootstrap: str) -> None:
-    """Two data-parallel consumers ask different replicas, in any order, with a layout and without.
+@pytest.mark.parametrize(
+    ("producer", "heads", "senders"),
+    [
+        ("optimizing", 2, [[0, 2], [1, 3]]),
+        ("optimizing", 1, [[0, 1], [2, 3]]),
+        ("exact", 1, [[0, 1], [2, 3]]),
+        ("plain", 2, [[0, 2], [0, 2]]),
+    ],
+)
+def test_balanced_over_replicas(
+    producer: str, heads: int, senders: list[list[int]], model: str, bootstrap: str
+) -> None:
+    """Two data-parallel consumers are served by different replicas, in any order, with a layout and without.
 
-    Each head is on two of four ranks. A producer without kvcompile knows no election, and loses nothing either.
+    A producer without kvcompile knows no election, and loses nothing either.
     """
     settings = {"mode": "optimizing", "election": "balanced"}
     ours = producer != "plain"
-    prefill = Side("kv_producer", 4, 2, model, ours, **({"mode": producer} if ours else {}))
-    decodes = [Side("kv_consumer", 2, 2, model, True, (rank, 2), **settings) for rank in range(2)]
+    prefill = Side("kv_producer", 4, heads, model, ours, **({"mode": producer} if ours else {}))
+    decodes = [Side("kv_consumer", 2, heads, model, True, (rank, 2), **settings) for rank in range(2)]
     before = [0] * 4
     try:
         moved: list[dict[str, tuple[list[int], list[int]]]] = [{}, {}]
@@ -272,13 +284,48 @@ def test_balanced_over_replicas(producer: str, model: str, bootstrap: str) -> No
             moved[rank] |= requests
             check(decodes[rank], moved[rank])
             sent = [sum(one.connector_worker.xfer_stats.data["num_descriptors"]) for one in prefill.ranks]
-            senders = [at for at in range(4) if sent[at] > before[at]]
-            assert senders == ([0, 2] if rank == 0 or not ours else [1, 3]), f"turn {turn}"
+            assert [at for at in range(4) if sent[at] > before[at]] == senders[rank], f"turn {turn}"
             before = sent
     finally:
         for decode in decodes:
             decode.close()
         prefill.close()
+
+
+LINE = r"kvcompile: P rank 0 of 4 to D rank 0 of 6 at 127\.0\.0\.1:\d+: proof exact; corrected by override '(\w+)' \("
+
+
+@pytest.mark.parametrize(("src", "dst", "heads"), [(4, 6, 12), (4, 2, 4)])
+def test_installed_in_vllms_own_class(src: int, dst: int, heads: int, model: str, bootstrap: str) -> None:
+    """`install` with corrections: vLLM's connector from its own registry, through to the release of the blocks."""
+    lines: list[str] = []
+    logger, handler = logging.getLogger("vllm.kvcompile"), logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    vllm.install(corrections="all")
+    before = vllm.counters()
+    prefill = Side("kv_producer", src, heads, model, False)
+    decode = Side("kv_consumer", dst, heads, model, False)
+    try:
+        assert type(prefill.ranks[0].connector_worker) is upstream.MooncakeConnectorWorker
+        done = run(prefill, decode, REQUESTS, bootstrap)
+        assert done["received"] == {f"d-{request}" for request in REQUESTS}
+        assert done["sent"] == {f"p-{request}" for request in REQUESTS}
+        assert done["invalid"] == set()
+        check(decode, REQUESTS)
+        after = vllm.counters()
+        assert after["batches"] > before["batches"]
+        assert after["left_to_vllm"] == before["left_to_vllm"]
+        found = [re.match(LINE, line) for line in lines]
+        assert [match[1] for match in found if match] == (["handshake_target_ranks"] if dst == 6 else [])
+        assert dst == 6 or sum("proof exact; vLLM's own descriptors" in line for line in lines) == 4
+    finally:
+        decode.close()
+        prefill.close()
+        vllm.uninstall()
+        logger.setLevel(logging.NOTSET)
+        logger.removeHandler(handler)
 
 
 SPREAD = {"a": ([3, 4, 9], [1, 6, 11]), "b": ([12], [16])}
