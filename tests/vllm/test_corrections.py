@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -186,6 +187,9 @@ def test_each_by_its_name(name: str, log: list[str]) -> None:
         return
     left = Pulled(world, requests)
     assert not left.arrived()
+    refused = any(isinstance(said, str) for said in left.said.values())
+    if proved and not refused:
+        assert sum(f"NOT exact; as vLLM does it, override {name!r} is off" in line for line in log) == len(left.said)
     vllm.uninstall()
     theirs = {rank: build(one.worker, left.meta, requests, True) for rank, one in left.sources.items()}
     assert left.said == theirs
@@ -203,35 +207,68 @@ class Opaque(Layer):
         return replace(super().spec(world, side, rank), mamba_type=MambaAttentionBackendEnum.MAMBA1)
 
 
-HEADS = [(2, 4, 1), (2, 8, 1), (4, 8, 1), (4, 8, 2), (4, 16, 2), (8, 16, 4), (4, 1, 8)]
-MENDED: dict[str, tuple[World, list[Asked] | None]] = {
-    **{f"case 8: {h} heads, {src} to {dst}": (hybrid(src, dst, h), None) for h, src, dst in HEADS},
-    "case 8, plain": (hybrid(8, 2, 4, plain=True), None),
-    "case 7": (draft(8, 4), None),
-    "case 7 back": (draft(4, 8), None),
-    "case 7, plain": (draft(8, 4, plain=True), None),
-    "ratios 4 and 2": (world([layer(0, "gqa", 0, 4)], 1, 1, ratio={"p": 4, "d": 2}), None),
-    "ratios 1 and 4, TP 4 and 2": (world([layer(0, "gqa", 0, 4)], 4, 2, ratio={"p": 1, "d": 4}), None),
-    "case 24": (world([layer(0, "gqa", 0, 2), layer(1, "window", 1, 2)], 1, 1), whole(hybrid(1, 1, 2), *NULLS)),
-    "case 24, plain": (
-        world([layer(0, "gqa", 0, 2), layer(1, "window", 1, 2)], 2, 1, plain=True),
-        whole(hybrid(1, 1, 2), *PAIRED),
+HEADS = [(2, 4, 1), (2, 8, 1), (4, 8, 1), (4, 8, 2), (4, 16, 2), (8, 16, 4)]
+INDEXER = [layer(0, "gqa", 0, 4), layer(1, "mla", 0, cell=6)]
+WINDOW = [layer(0, "gqa", 0, 2), layer(1, "window", 1, 2)]
+LATENT = [layer(0, "mla", 0)]
+
+# case -> (deployment, requests, the override that the docs name for it; "" where no proof of a pair can)
+MENDED: dict[str, tuple[World, list[Asked] | None, str]] = {
+    **{f"case 8: {h} heads, {src} to {dst}": (hybrid(src, dst, h), None, "sender_plan") for h, src, dst in HEADS},
+    "case 8 back": (hybrid(1, 8, 4), None, "validate_region_lengths"),
+    "case 8, plain": (hybrid(8, 2, 4, plain=True), None, "sender_plan"),
+    "case 7": (draft(8, 4), None, "sender_plan"),
+    "case 7 back": (draft(4, 8), None, "sender_plan"),
+    "case 7, plain": (draft(8, 4, plain=True), None, "sender_plan"),
+    "case 4": (world(INDEXER, 4, 1), None, "validate_region_lengths"),
+    "case 4 back, plain": (world(INDEXER, 1, 2, plain=True), None, "validate_region_lengths"),
+    "ratios 4 and 2": (
+        world([layer(0, "gqa", 0, 4)], 1, 1, ratio={"p": 4, "d": 2}),
+        None,
+        "validate_region_lengths",
     ),
+    "ratios 1 and 4, TP 4 and 2": (
+        world([layer(0, "gqa", 0, 4)], 4, 2, ratio={"p": 1, "d": 4}),
+        None,
+        "validate_region_lengths",
+    ),
+    "ratios 4 and 2, replicas": (replace(hybrid(2, 1, 1), ratio={"p": 4, "d": 2}), None, "sender_plan"),
+    "padded, plain": (
+        world([layer(0, "gqa", 0, 4)], 1, 2, plain=True, pad={"p": 8, "d": 4}),
+        None,
+        "validate_head_resharding",
+    ),
+    "NVFP4": (world([layer(0, "nvfp4", 0, 4)], 2, 1), None, "validate_head_resharding"),
+    "case 24": (world(WINDOW, 1, 1), whole(hybrid(1, 1, 2), *NULLS), ""),
+    "case 24, plain": (world(WINDOW, 2, 1, plain=True), whole(hybrid(1, 1, 2), *PAIRED), ""),
 }
 
 
 @pytest.mark.parametrize("case", MENDED)
 def test_installed_with_all(case: str) -> None:
     """Every dst rank gets every byte; vLLM alone does not serve them all."""
-    world, requests = MENDED[case]
+    world, requests, override = MENDED[case]
     requests = requests or whole(world)
     vllm.install(corrections="all")
+    found = set()
     for rank in range(world.tp["d"]):
         pulled = Pulled(world, requests, rank)
         assert pulled.arrived(), (rank, pulled.said)
+        found |= pulled.corrections
+    assert found == ({override} if override else set())
     vllm.uninstall()
     alone = [Pulled(replace(world, plain=True), requests, rank).arrived() for rank in range(world.tp["d"])]
     assert not all(alone), "vLLM alone gets this right: it is no case"
+
+
+def test_elected_ranks_include_vllms() -> None:
+    """A consumer asks whom vLLM asks too: a producer without kvcompile elects nothing, and would send nothing."""
+    vllm.install(mode="optimizing", election="balanced")
+    for rank, named in ((0, [0, 1, 2]), (1, [2, 3])):
+        consumer = Rank(world(LATENT, 4, 2, use_mla=True), "d", rank, CLASS, 1 << 44)
+        consumer.worker.vllm_config.parallel_config = SimpleNamespace(data_parallel_size=2)
+        consumer.worker.dp_rank = 1
+        assert producers(consumer.world, consumer, True) == named
 
 
 REFUSED: dict[str, tuple[World, str]] = {
@@ -243,6 +280,7 @@ REFUSED: dict[str, tuple[World, str]] = {
         world([layer(0, "gqa", 0, 4), Opaque("model.layers.1.mixer", "state", 1, 8)], 4, 2),
         r"layer '.*mixer', field 'state': heads is 4 on src and 2 on dst",
     ),
+    "ratios, MLA": (world(LATENT, 1, 1, ratio={"p": 4, "d": 2}, use_mla=True), "cell_nbytes is 4 on src and 8 on dst"),
     "12 heads on 8 ranks": (world([layer(0, "gqa", 0, 12)], 8, 4), r"rank \d holds \d heads, expected \d, as rank \d"),
 }
 
