@@ -12,13 +12,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake import mooncake_connector as upstream
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+from vllm.v1.kv_cache_interface import CircularBufferSpec
 
 from kvcompile.adapters import vllm, vllm_worker
 from kvcompile.engines import MooncakeEngine
 from tests.vllm.judge import Lists, build, copy, producers, right, source
-from tests.vllm.world import Asked, Layer, Rank, World, metadata
+from tests.vllm.world import Asked, Layer, Rank, World, metadata, owned
 
 CLASS = upstream.MooncakeConnectorWorker
 DOCS = Path(__file__).parents[2] / "docs" / "vllm.md"
@@ -295,6 +297,22 @@ def test_installed_refuses_by_name(case: str, log: list[str]) -> None:
         assert reason.startswith("kvcompile: ")
         assert re.search(why, reason), reason
     assert all(any(reason.removeprefix("kvcompile: ") in line for line in log) for reason in pulled.refusals), log
+
+
+class Ring(Layer):
+    def spec(self, world: World, side: str, rank: int) -> Any:
+        heads = len(owned(self.heads, rank, world.tp[side]))
+        return CircularBufferSpec(block_size=4, num_kv_heads=heads, head_size=self.cell // 2, dtype=torch.uint8)
+
+
+def test_what_is_not_known_is_left_to_vllm(log: list[str]) -> None:
+    vllm.install(corrections="all")
+    deployment = world([layer(0, "gqa", 0, 2), Ring("model.layers.1.ring", "gqa", 1, 2)], 1, 1, plain=True)
+    pulled = Pulled(deployment, whole(deployment))
+    assert pulled.arrived()
+    assert pulled.corrections == set()
+    (line,) = [line for line in log if "as vLLM does it; no corrections: layer 'model.layers.1.ring'" in line]
+    assert line.endswith("a CircularBufferSpec is not known to the adapter")
 
 
 def test_a_null_source_in_full_attention(log: list[str]) -> None:
