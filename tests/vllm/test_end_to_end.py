@@ -252,22 +252,23 @@ def test_bytes_and_release(
 
 
 @pytest.mark.parametrize(
-    ("producer", "heads", "senders"),
+    ("producer", "election", "heads", "senders"),
     [
-        ("optimizing", 2, [[0, 2], [1, 3]]),
-        ("optimizing", 1, [[0, 1], [2, 3]]),
-        ("exact", 1, [[0, 1], [2, 3]]),
-        ("plain", 2, [[0, 2], [0, 2]]),
+        ("optimizing", "balanced", 2, [[0, 2], [1, 3]]),
+        ("optimizing", "balanced", 1, [[0, 1], [2, 3]]),
+        ("exact", "balanced", 1, [[0, 1], [2, 3]]),
+        ("exact", "striped", 1, [[0, 1, 2, 3]] * 2),
+        ("plain", "balanced", 2, [[0, 2], [0, 2]]),
     ],
 )
-def test_balanced_over_replicas(
-    producer: str, heads: int, senders: list[list[int]], model: str, bootstrap: str
+def test_consumers_elect(
+    producer: str, election: str, heads: int, senders: list[list[int]], model: str, bootstrap: str
 ) -> None:
-    """Two data-parallel consumers are served by different replicas, in any order, with a layout and without.
+    """Two data-parallel consumers are served by the replicas they elect, in any order, with a layout and without.
 
     A producer without kvcompile knows no election, and loses nothing either.
     """
-    settings = {"mode": "optimizing", "election": "balanced"}
+    settings = {"mode": "optimizing", "election": election}
     ours = producer != "plain"
     prefill = Side("kv_producer", 4, heads, model, ours, **({"mode": producer} if ours else {}))
     decodes = [Side("kv_consumer", 2, heads, model, True, (rank, 2), **settings) for rank in range(2)]
