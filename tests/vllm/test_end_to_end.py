@@ -293,18 +293,27 @@ def test_consumers_elect(
         prefill.close()
 
 
-LINE = r"kvcompile: P rank 0 of 4 to D rank 0 of 6 at 127\.0\.0\.1:\d+: proof exact; corrected by override '(\w+)' \("
+LINE = r"kvcompile: P rank \d of 4 to D rank \d of [26] at 127\.0\.0\.1:\d+: proof exact; (.*) \(\d+\.\d{3} s\)"
 
 
-@pytest.mark.parametrize(("src", "dst", "heads"), [(4, 6, 12), (4, 2, 4)])
-def test_installed_in_vllms_own_class(src: int, dst: int, heads: int, model: str, bootstrap: str) -> None:
+@pytest.mark.parametrize(
+    ("src", "dst", "heads", "settings", "how"),
+    [
+        (4, 6, 12, {"corrections": "all"}, "corrected by override 'handshake_target_ranks'"),
+        (4, 2, 4, {"corrections": "all"}, "vLLM's own descriptors"),
+        (4, 2, 2, {"mode": "optimizing", "election": "striped"}, "optimized, election 'striped'"),
+    ],
+)
+def test_installed_in_vllms_own_class(
+    src: int, dst: int, heads: int, settings: dict[str, str], how: str, model: str, bootstrap: str
+) -> None:
     """`install` with corrections: vLLM's connector from its own registry, through to the release of the blocks."""
     lines: list[str] = []
     logger, handler = logging.getLogger("vllm.kvcompile"), logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
-    vllm.install(corrections="all")
+    vllm.install(**settings)  # type: ignore[arg-type]
     before = vllm.counters()
     prefill = Side("kv_producer", src, heads, model, False)
     decode = Side("kv_consumer", dst, heads, model, False)
@@ -318,9 +327,9 @@ def test_installed_in_vllms_own_class(src: int, dst: int, heads: int, model: str
         after = vllm.counters()
         assert after["batches"] > before["batches"]
         assert after["left_to_vllm"] == before["left_to_vllm"]
-        found = [re.match(LINE, line) for line in lines]
-        assert [match[1] for match in found if match] == (["handshake_target_ranks"] if dst == 6 else [])
-        assert dst == 6 or sum("proof exact; vLLM's own descriptors" in line for line in lines) == 4
+        found = [match[1] for line in lines if (match := re.fullmatch(LINE, line))]
+        # One line for each pair that talks.
+        assert found == [how] * (8 if dst == 6 else 4), lines
     finally:
         decode.close()
         prefill.close()
