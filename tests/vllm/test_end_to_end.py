@@ -327,6 +327,8 @@ def test_installed_in_vllms_own_class(
         after = vllm.counters()
         assert after["batches"] > before["batches"]
         assert after["left_to_vllm"] == before["left_to_vllm"]
+        pairs, corrected = (after[name] - before[name] for name in ("pairs", "corrected_pairs"))
+        assert (pairs, corrected) == {"c": (8, 8), "v": (0, 0), "o": (4, 0)}[how[0]]
         found = [match[1] for line in lines if (match := re.fullmatch(LINE, line))]
         # One line for each pair that talks.
         assert found == [how] * (8 if dst == 6 else 4), lines
