@@ -127,7 +127,7 @@ def read(
 ) -> Given | None:
     """Read what requests give, packed as `kernels.ids.read` says; id lists that are arrays come apart, in order.
 
-    ``count`` is the number of all ids.
+    ``count`` is the number of all ids, or more.
 
     Returns
     -------
@@ -141,9 +141,10 @@ def read(
     src_ids, dst_ids = ids.read(np.frombuffer(packed, np.uint8), flat, starts, requests, *groups, limit)
     if src_ids < 0:
         return None
-    for at, array in zip(starts.tolist(), lists, strict=True):
-        if not isinstance(array, Elsewhere):
-            flat[at : at + len(array)] = array
+    if lists:
+        for at, array in zip(starts.tolist(), lists, strict=True):
+            if not isinstance(array, Elsewhere):
+                flat[at : at + len(array)] = array
     return Given(flat, requests, *groups, src_ids, dst_ids)
 
 

@@ -105,6 +105,7 @@ def gather(
     return given, errors
 
 
+FEW = 4096
 _GIVEN = attrgetter("src_blocks", "dst_blocks", "src_first", "dst_first", "num_tokens")
 _KEPT = frozenset(np.typecodes["Integer"] + "BHI")  # what every value of fits int64
 _LISTS = frozenset({list, tuple, np.ndarray, Elsewhere})
@@ -122,8 +123,9 @@ def _read(requests: Sequence[Request], groups: tuple[int, int], limit: int) -> G
     lists: list[npt.NDArray[np.integer] | Elsewhere] = []
     columns = list(zip(*map(_GIVEN, requests), strict=True)) or [()] * 5
     try:
-        ids = sum(map(len, chain.from_iterable(chain(*columns[:2]))))
         packed = msgspec.msgpack.Encoder(enc_hook=partial(_keep, lists)).encode(columns)
+        # An id takes a byte at least: where that is little, they need not be counted.
+        ids = sum(map(len, chain.from_iterable(chain(*columns[:2])))) if lists or len(packed) > FEW else len(packed)
     except (TypeError, OverflowError, ValueError, RecursionError):
         return None
     return backend.read(packed, ids, lists, len(requests), groups, limit)
