@@ -35,6 +35,7 @@ def measure(rows, lanes, classes, pairs, src_groups, dst_groups, given, memory, 
     given, memory : int64 arrays
         See `arrays.batch_of` and `arrays.work_of`.
     requests, slots, scratch : int64
+        Requests; places of the hash table; columns of the scratch array, 0 to leave everything unsorted.
 
     Returns
     -------
@@ -175,6 +176,7 @@ def mark_class(program, batch, work, r, c, extent):
 
 @jit
 def take(ids, step, out):
+    """Take every ``step``-th id; a step of 1 has a loop of its own, which alone vectorizes."""
     if step == 1:
         for k in range(len(out)):
             out[k] = ids[k]
@@ -243,7 +245,14 @@ def count(program, batch, work):
 def write(
     rows, lanes, classes, pairs, src_groups, dst_groups, given, memory, requests, slots, scratch, src, dst, length
 ):
-    """Write the descriptors of a measured batch into uint64 arrays."""
+    """Write the descriptors of a measured batch.
+
+    Parameters
+    ----------
+    rows, lanes, classes, pairs, src_groups, dst_groups, given, memory, requests, slots, scratch
+        As `measure` was given them, and left them.
+    src, dst, length : uint64 arrays [descriptors], out
+    """
     program = Program(rows, lanes, classes, pairs, src_groups, dst_groups)
     batch, work = parts(program, given, memory, requests, slots, scratch)
     src, dst, length = src.view(np.int64), dst.view(np.int64), length.view(np.int64)

@@ -26,7 +26,8 @@ def read(packed, given, starts, requests, src_groups, dst_groups, limit):
     packed : uint8 array
         A number in the place of an id list is the size of one that the host will put there.
     given : int64 array, out
-        See `arrays.batch_of`; nothing is failed, no request id is given twice.
+        Words of `arrays.given_size`, then room for all ids. See `arrays.batch_of`; nothing is failed, no request id is
+        given twice.
     starts : int64 array, out
         Where the host's id lists are to be put in ``given``, in order.
     requests, src_groups, dst_groups : int64
@@ -47,23 +48,25 @@ def read(packed, given, starts, requests, src_groups, dst_groups, limit):
         groups, at, begin = src_groups if side == 0 else dst_groups, batch.src_at if side == 0 else batch.dst_at, filled
         place += array_header(requests)
         for r in range(requests):
-            size, nbytes = array(packed, place)
-            if nbytes == 0 or size != groups:
-                return -1, place
-            place += nbytes
+            place = enter(packed, place, groups)
+            if place < 0:
+                return -1, -place
             for g in range(groups):
-                size, nbytes = array(packed, place)
-                if nbytes != 0:
-                    place = read_list(packed, place + nbytes, given[filled : filled + size])
-                    if place < 0:
-                        return -1, -place
-                else:
+                size, header = array(packed, place)
+                nbytes = header
+                if header == 0:
                     size, nbytes = integer(packed, place)
                     if nbytes == 0 or found == len(starts):
                         return -1, place
-                    place += nbytes
                     starts[found] = filled
                     found += 1
+                if size > len(given) - filled:  # a list that changed while it was packed
+                    return -1, place
+                place += nbytes
+                if header != 0:
+                    place = read_list(packed, place, given[filled : filled + size])
+                    if place < 0:
+                        return -1, -place
                 filled += size
                 at[r * groups + g + 1] = filled - begin
     if found != len(starts):
@@ -77,10 +80,9 @@ def read(packed, given, starts, requests, src_groups, dst_groups, limit):
                 batch.num_tokens[r] -= 1
                 place += 1
                 continue
-            size, nbytes = array(packed, place)
-            if nbytes == 0 or size != groups:
-                return -1, place
-            place += nbytes
+            place = enter(packed, place, groups)
+            if place < 0:
+                return -1, -place
             for g in range(groups):
                 value, nbytes = integer(packed, place)
                 if nbytes == 0 or not 0 <= value < limit:
@@ -102,6 +104,15 @@ def read(packed, given, starts, requests, src_groups, dst_groups, limit):
         batch.num_tokens[r] = value
         place += nbytes
     return batch.src_at[-1], batch.dst_at[-1]
+
+
+@jit
+def enter(packed, place, size):
+    """Return where the first item of an array of so many items stands, or minus the place if it is none."""
+    found, nbytes = array(packed, place)
+    if nbytes == 0 or found != size:
+        return -place
+    return place + nbytes
 
 
 @jit

@@ -174,7 +174,10 @@ def array_header(size):
 
 
 def array(packed, at):
-    """Return the items of a msgpack array and the size of its header in bytes; size 0 if it is none."""
+    """Return the items of a msgpack array and the size of its header in bytes; size 0 if it is none.
+
+    Formats as in msgpack's specification: fixarray, array 16, array 32, big-endian.
+    """
     head = packed[at]
     if 0x90 <= head < 0xA0:
         return np.int64(head) - 0x90, 1

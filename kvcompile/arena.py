@@ -2,6 +2,7 @@
 
 A column handed out is a view, and it and every view of it, in any thread, count among the references of the memory
 behind it: a batch still in flight is never overwritten. When the last one is gone, the memory can be taken again.
+(CPython counts references exactly as long as it has its global lock.)
 """
 
 import threading

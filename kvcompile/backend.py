@@ -42,8 +42,6 @@ __all__ = [
 Int64 = npt.NDArray[np.int64]
 UInt64 = npt.NDArray[np.uint64]
 
-UInt8 = npt.NDArray[np.uint8]
-
 _lock = threading.Lock()
 _ready: set[str] = set()
 
@@ -59,9 +57,9 @@ class Elsewhere:
 
 
 class Given(NamedTuple):
-    """What the requests of a batch give, in one int64 array: see `kernels.arrays.batch_of`."""
+    """What the requests of a batch give, and how many there are of each."""
 
-    flat: Int64
+    flat: Int64  # see `kernels.arrays.batch_of`
     requests: int
     src_groups: int
     dst_groups: int
@@ -82,12 +80,12 @@ class Given(NamedTuple):
 class Measured(NamedTuple):
     """What `measure` found, and hands to `write`."""
 
-    memory: Int64
-    sizes: tuple[int, int]
-    spans: Int64
+    memory: Int64  # of a `kernels.arrays.Work`
+    sizes: tuple[int, int]  # its slots, and the columns of its scratch
+    spans: Int64  # [requests + 1]
     descriptors: int
-    failed: int
-    uncovered: int
+    failed: int  # requests
+    uncovered: int  # dst ids
 
 
 def warmup() -> None:
@@ -127,7 +125,17 @@ def read(
 ) -> Given | None:
     """Read what requests give, packed as `kernels.ids.read` says; id lists that are arrays come apart, in order.
 
-    ``count`` is the number of all ids, or more.
+    Parameters
+    ----------
+    packed : bytes
+    count : int
+        The number of all ids, or more.
+    lists : list of integer arrays [n] or Elsewhere
+    requests : int
+    groups : (int, int)
+        Of src and dst.
+    limit : int
+        Positions lie below it, in blocks.
 
     Returns
     -------

@@ -3,9 +3,11 @@
 from collections.abc import Iterator
 
 import hypothesis
+import numpy as np
 import pytest
 
 from kvcompile.engines import MooncakeEngine
+from tests.peer import Peer, peer
 
 # They need packages and a process of their own: `make sim` and `make ptx` name them.
 collect_ignore_glob = ["test_cuda_sim*.py", "test_ptx.py"]
@@ -21,6 +23,19 @@ COMMON = {
 hypothesis.settings.register_profile("shrink", **COMMON)
 hypothesis.settings.register_profile("kvcompile", phases=[hypothesis.Phase.generate], **COMMON)
 hypothesis.settings.load_profile("kvcompile")
+
+
+@pytest.fixture(scope="module")
+def theirs(request: pytest.FixtureRequest) -> Iterator[Peer]:
+    """A peer of a module's own, with one buffer of the module's NBYTES."""
+    with peer(request.module.NBYTES) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def memory(request: pytest.FixtureRequest) -> np.ndarray:
+    """Memory of the module's NBYTES."""
+    return np.random.default_rng(1).integers(0, 250, request.module.NBYTES, np.uint8)
 
 
 @pytest.fixture(scope="module", params=["off", "require"])

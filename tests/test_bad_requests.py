@@ -137,6 +137,22 @@ def test_conflicts_fail_together_and_alone() -> None:
         assert str(value) in str(error)
 
 
+@pytest.mark.parametrize("blocks", [300, 1 << 20])
+def test_scattered_ids_of_pools_of_any_size(blocks: int) -> None:
+    """A bitmap tells the ids of a small pool apart, the hash table alone those of a large one."""
+    plan = kvcompile.compile(cache(A, TOKENS, blocks=blocks), cache(B, TOKENS, blocks=blocks))
+    middle = blocks // 2
+    first = Request("a", [[1, 2, 3, 9, 8]], [[blocks - 2, blocks - 1, 5, middle, middle + 1]])
+    second = Request("b", [[4, 5, 6]], [[0, 1, middle - 1]])
+    assert plan.build([first, second]).failed == {}
+    built = plan.build([first, second, Request("c", [[7, 8]], [[40, middle]])])
+    assert {key: (error.position, error.value) for key, error in built.failed.items()} == {
+        "a": (3, middle),
+        "c": (1, middle),
+    }
+    assert [length for _, _, length in replay.triples(built)] == [2 * 32, 32]  # of b: a run of two, and one
+
+
 def test_blocks_outside_the_overlap_conflict_too() -> None:
     """Whoever gives a block, owns it."""
     built = PLAIN.build([Request("a", [[1]], [[5, 6]], [0], [0]), Request("b", [[2]], [[6]])])

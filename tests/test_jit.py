@@ -176,6 +176,13 @@ def test_every_kernel_releases_the_gil() -> None:
     assert [name for name, options in found.items() if not options.get("nogil") or options.get("forceobj")] == []
 
 
+def test_import_takes_no_compiler() -> None:
+    """Whoever only describes caches, or has Cache bytes to send, does not wait for Numba."""
+    code = "import sys, kvcompile, kvcompile.fields, kvcompile.models; print('numba' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert found.stdout.split() == ["False"]
+
+
 def test_warmup_is_known_to_another_process() -> None:
     """Kernels come from the cache on disk: a new process loads what this one compiled, and compiles nothing."""
     kvcompile.warmup()

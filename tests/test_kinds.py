@@ -3,10 +3,11 @@
 import array
 from collections.abc import Callable
 
+import msgspec
 import numpy as np
 import pytest
 
-from kvcompile import Request
+from kvcompile import Request, backend
 from tests.lists import PLAIN, one, pairs, plain_error
 
 BAD_IDS: list[object] = [
@@ -99,6 +100,19 @@ def test_every_kind_of_integers(make: Callable[[list[int]], object]) -> None:
     if isinstance(src, np.ndarray):
         src.flags.writeable = False
         assert one(PLAIN, [src], [dst]) == ([(0, 3, 2), (0, 5, 9)], [])
+
+
+SRC, DST = np.array([7, 1, 3, 5]), np.array([2, 9])
+
+
+@pytest.mark.parametrize(("src", "dst", "arrays"), [([7, 1, 3, 5], [2, 9], []), (4, [2, 9], [SRC]), (4, 2, [SRC, DST])])
+def test_lists_that_changed_while_they_were_counted(src: object, dst: object, arrays: list[np.ndarray]) -> None:
+    """What another thread does to a list meanwhile never leaves the memory that was made for its ids."""
+    packed = msgspec.msgpack.encode([[[src]], [[dst]], [None], [None], [None]])
+    assert [backend.read(packed, count, arrays, 1, (1, 1), 1) for count in range(6)] == [None] * 6
+    given = backend.read(packed, 6, arrays, 1, (1, 1), 1)
+    assert given is not None
+    assert (given.batch.src_ids.tolist(), given.batch.dst_ids.tolist()) == ([7, 1, 3, 5], [2, 9])
 
 
 def test_ids_are_not_changed() -> None:

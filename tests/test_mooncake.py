@@ -27,18 +27,6 @@ NBYTES = 1 << 22
 
 
 @pytest.fixture(scope="module")
-def theirs() -> Iterator[Peer]:
-    """A peer with one buffer of NBYTES."""
-    with peer(NBYTES) as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
-def memory() -> np.ndarray:
-    return np.random.default_rng(1).integers(0, 250, NBYTES, np.uint8)
-
-
-@pytest.fixture(scope="module")
 def ours(memory: np.ndarray, native: str) -> Iterator[MooncakeEngine]:
     engine = MooncakeEngine("127.0.0.1")
     engine.register(whole(memory))

@@ -28,17 +28,6 @@ ROWS = 900
 
 
 @pytest.fixture(scope="module")
-def theirs() -> Iterator[Peer]:
-    with peer(NBYTES) as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
-def memory() -> np.ndarray:
-    return np.random.default_rng(1).integers(0, 250, NBYTES, np.uint8)
-
-
-@pytest.fixture(scope="module")
 def ours(memory: np.ndarray) -> Iterator[MooncakeEngine]:
     engine = MooncakeEngine("127.0.0.1", native="require")
     engine.register(whole(memory))
