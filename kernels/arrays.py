@@ -10,7 +10,7 @@ import numpy as np
 
 from kvcompile.kernels import item
 
-__all__ = ["SCRATCH_ROWS", "Batch", "Program", "Work", "batch_of", "given_size", "work_of", "work_sizes"]
+__all__ = ["SCRATCH_ROWS", "Batch", "Program", "Work", "batch_of", "given_size", "work_of", "work_size"]
 
 SCRATCH_ROWS = 7
 """Delta, src, length and tail of each piece, and what `order.sort` needs."""
@@ -85,37 +85,37 @@ def batch_of(given: np.ndarray, requests: int, src_groups: int, dst_groups: int)
     return status, Batch(src_ids, src_at, dst_ids, dst_at, firsts[0], firsts[1], num_tokens, twice)
 
 
-def work_sizes(
+def work_size(
     requests: int, pairs: int, classes: int, src_ids: int, dst_ids: int, slots: int, scratch: int
-) -> tuple[int, ...]:
-    """Return the words of each array of a `Work` but the status, in order.
+) -> int:
+    """Return the words of a `Work` but for its status.
 
     A class pairs each id at most once. (Classes of one group pair may have equal phases: other strides, other parts.)
     """
     most = classes * min(src_ids, dst_ids)
-    aligned, extent = requests * pairs * item.ALIGN_COLUMNS, requests * classes * item.EXTENT_COLUMNS
-    return requests + 1, dst_ids, aligned, extent, most, most, most, most, most, max(slots, scratch * SCRATCH_ROWS)
+    lines = pairs * item.ALIGN_COLUMNS + classes * item.EXTENT_COLUMNS
+    return requests + 1 + dst_ids + requests * lines + 5 * most + max(slots, scratch * SCRATCH_ROWS)
 
 
 def work_of(
-    memory: np.ndarray, status: np.ndarray, sizes: tuple[int, ...], pairs: int, classes: int, slots: int, scratch: int
+    memory: np.ndarray, status: np.ndarray, pairs: int, classes: int, ids: tuple[int, int], slots: int, scratch: int
 ) -> Work:
     """Cut memory into a `Work`; its spans come first, then what is uncovered.
 
     Slots and scratch are the same memory: nothing is sorted before all conflicts are found.
     """
-    requests = len(status)
-    spans, at = memory[: sizes[0]], sizes[0]
-    uncovered, at = memory[at : at + sizes[1]], at + sizes[1]
-    aligned, at = memory[at : at + sizes[2]], at + sizes[2]
-    extent, at = memory[at : at + sizes[3]], at + sizes[3]
-    src, at = memory[at : at + sizes[4]], at + sizes[4]
-    dst, at = memory[at : at + sizes[5]], at + sizes[5]
-    run_src, at = memory[at : at + sizes[6]], at + sizes[6]
-    run_dst, at = memory[at : at + sizes[7]], at + sizes[7]
-    run_blocks, at = memory[at : at + sizes[8]], at + sizes[8]
+    requests, most = len(status), classes * min(ids[0], ids[1])
+    spans, at = memory[: requests + 1], requests + 1
+    uncovered, at = memory[at : at + ids[1]], at + ids[1]
+    size = requests * pairs * item.ALIGN_COLUMNS
+    aligned, at = memory[at : at + size].reshape((requests, pairs, item.ALIGN_COLUMNS)), at + size
+    size = requests * classes * item.EXTENT_COLUMNS
+    extent, at = memory[at : at + size].reshape((requests, classes, item.EXTENT_COLUMNS)), at + size
+    src, at = memory[at : at + most], at + most
+    dst, at = memory[at : at + most], at + most
+    run_src, at = memory[at : at + most], at + most
+    run_dst, at = memory[at : at + most], at + most
+    run_blocks, at = memory[at : at + most], at + most
     table = memory[at : at + slots]
     to_sort = memory[at : at + SCRATCH_ROWS * scratch].reshape((SCRATCH_ROWS, scratch))
-    aligned = aligned.reshape((requests, pairs, item.ALIGN_COLUMNS))
-    extent = extent.reshape((requests, classes, item.EXTENT_COLUMNS))
     return Work(status, spans, uncovered, aligned, extent, src, dst, run_src, run_dst, run_blocks, table, to_sort)

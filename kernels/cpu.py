@@ -6,7 +6,7 @@ memory of a `Work` (what the kernels hand to each other). The columns are `item`
 
 import numpy as np
 
-from kvcompile._jit import entry, jit
+from kvcompile._jit import bare, entry, jit
 from kvcompile.kernels import arrays, item
 from kvcompile.kernels.arrays import Program
 from kvcompile.kernels.check import check, conflict, window
@@ -14,7 +14,6 @@ from kvcompile.kernels.columns import size_of, write_column, write_lengths
 from kvcompile.kernels.order import sort, sorted_already
 
 batch_of = jit(arrays.batch_of)
-work_sizes = jit(arrays.work_sizes)
 work_of = jit(arrays.work_of)
 fill = jit(item.fill)
 src_blocks_of = jit(item.src_blocks_of)
@@ -42,8 +41,8 @@ def measure(rows, lanes, classes, pairs, src_groups, dst_groups, given, memory, 
     descriptors, failed, uncovered : int64
         Descriptors to be written; requests whose status is not OK; dst blocks marked uncovered.
     """
-    program = Program(rows, lanes, classes, pairs, src_groups, dst_groups)
-    batch, work = parts(program, given, memory, requests, slots, scratch)
+    program = Program(bare(rows), bare(lanes), bare(classes), bare(pairs), bare(src_groups), bare(dst_groups))
+    batch, work = parts(program, bare(given), bare(memory), requests, slots, scratch)
     fill(work.uncovered, 0)
     check(program, batch, work)
     conflict(program, batch, work)
@@ -61,9 +60,8 @@ def measure(rows, lanes, classes, pairs, src_groups, dst_groups, given, memory, 
 @jit
 def parts(program, given, memory, requests, slots, scratch):
     status, batch = batch_of(given, requests, len(program.src_groups), len(program.dst_groups))
-    pairs, classes = len(program.pairs), len(program.classes)
-    sizes = work_sizes(requests, pairs, classes, len(batch.src_ids), len(batch.dst_ids), slots, scratch)
-    return batch, work_of(memory, status, sizes, pairs, classes, slots, scratch)
+    ids = len(batch.src_ids), len(batch.dst_ids)
+    return batch, work_of(memory, status, len(program.pairs), len(program.classes), ids, slots, scratch)
 
 
 @jit
@@ -253,9 +251,9 @@ def write(
         As `measure` was given them, and left them.
     src, dst, length : uint64 arrays [descriptors], out
     """
-    program = Program(rows, lanes, classes, pairs, src_groups, dst_groups)
-    batch, work = parts(program, given, memory, requests, slots, scratch)
-    src, dst, length = src.view(np.int64), dst.view(np.int64), length.view(np.int64)
+    program = Program(bare(rows), bare(lanes), bare(classes), bare(pairs), bare(src_groups), bare(dst_groups))
+    batch, work = parts(program, bare(given), bare(memory), requests, slots, scratch)
+    src, dst, length = bare(src.view(np.int64)), bare(dst.view(np.int64)), bare(length.view(np.int64))
     lanes = program.lanes
     for r in range(requests):
         at, number = work.spans[r], 0

@@ -18,7 +18,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-__all__ = ["cache_folder", "entry", "jit", "locked", "move"]
+__all__ = ["bare", "cache_folder", "entry", "jit", "locked", "move"]
 
 
 @functools.cache
@@ -72,6 +72,22 @@ def locked() -> Iterator[None]:
     with open(folder / "lock", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def bare(typing_context: Any, array: Any) -> Any:
+    """Return the same array without its reference count: its parts cost no atomic operation each.
+
+    For the arrays that Python passed, which live until the kernel returns.
+    """
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        struct = context.make_array(signature.return_type)(context, builder, args[0])
+        struct.meminfo = cgutils.get_null_value(struct.meminfo.type)
+        struct.parent = cgutils.get_null_value(struct.parent.type)
+        return struct._getvalue()
+
+    return array(array), codegen
 
 
 @intrinsic  # type: ignore[untyped-decorator]

@@ -13,7 +13,7 @@ from sys import getrefcount
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["MAX_NBYTES", "take"]
+__all__ = ["MAX_NBYTES", "columns", "take"]
 
 UInt64 = npt.NDArray[np.uint64]
 Columns = tuple[UInt64, UInt64, UInt64]
@@ -33,8 +33,8 @@ def _references(arrays: list[UInt64]) -> list[int]:
 _UNUSED = _references([np.empty(0, np.uint64)])[0]
 
 
-def take(size: int) -> Columns:
-    """Return three uint64 columns of at least ``size`` items, alike in size, with whatever they held before."""
+def take(size: int) -> UInt64:
+    """Return memory for three columns of ``size`` items at least, with whatever it held before."""
     with _lock:
         counts, enough = _references(_kept), bisect_left(_kept, 3 * size, key=len)
         if _UNUSED in counts[enough:]:
@@ -44,5 +44,10 @@ def take(size: int) -> Columns:
             _kept.insert(enough, array)
             while len(_kept) > 1 and sum(map(attrgetter("nbytes"), _kept)) > MAX_NBYTES:
                 _kept.pop(0)
-        third = len(array) // 3
-        return array[:third], array[third : 2 * third], array[2 * third :]
+        return array
+
+
+def columns(array: UInt64, size: int) -> Columns:
+    """Return the first ``size`` items of each third of an array."""
+    third = len(array) // 3
+    return array[:size], array[third : third + size], array[2 * third : 2 * third + size]

@@ -2,8 +2,9 @@
 
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -56,7 +57,7 @@ class Elsewhere:
         return self.size
 
 
-class Given(NamedTuple):
+class Given(msgspec.Struct, frozen=True, gc=False):
     """What the requests of a batch give, and how many there are of each."""
 
     flat: Int64  # see `kernels.arrays.batch_of`
@@ -77,7 +78,7 @@ class Given(NamedTuple):
         return arrays.batch_of(self.flat, self.requests, self.src_groups, self.dst_groups)[1]
 
 
-class Measured(NamedTuple):
+class Measured(msgspec.Struct, frozen=True, gc=False):
     """What `measure` found, and hands to `write`."""
 
     memory: Int64  # of a `kernels.arrays.Work`
@@ -159,14 +160,14 @@ def read(
 def measure(program: Program, given: Given, sort: bool = False) -> Measured:
     """Check and count a batch. See `kernels.cpu.measure`."""
     requests, pairs, classes = given.requests, len(program.pairs), len(program.classes)
-    slots, scratch = 2 << int(given.dst_ids).bit_length(), 0
+    slots, scratch = 2 << given.dst_ids.bit_length(), 0
     if sort:
         kind = program.lanes[:, item.LANE_KIND]
         rows = (program.lanes[:, item.LANE_STOP] - program.lanes[:, item.LANE_START])[kind == item.CHAIN]
         most = classes * min(given.src_ids, given.dst_ids)
         scratch = max(most * int(rows.max(initial=1)), 1 << order.RADIX)
-    sizes = arrays.work_sizes(requests, pairs, classes, given.src_ids, given.dst_ids, slots, scratch)
-    memory = np.empty(sum(sizes), np.int64)
+    words = arrays.work_size(requests, pairs, classes, given.src_ids, given.dst_ids, slots, scratch)
+    memory = np.empty(words, np.int64)
     found = cpu.measure(*program, given.flat, memory, requests, slots, scratch)
     # A copy: the rest of the memory need not live as long as the result.
     return Measured(memory, (slots, scratch), memory[: requests + 1].copy(), *found)
@@ -185,17 +186,24 @@ def uncovered(given: Given, measured: Measured) -> Int64:
 
 def cut(
     columns: tuple[UInt64, UInt64, UInt64], spans: Int64, most: int | None, src_edges: Int64, dst_edges: Int64
-) -> tuple[tuple[UInt64, UInt64, UInt64], Int64]:
-    """Return the descriptors cut at ``most`` bytes and at chunk edges, and their spans (`kernels.descriptors.cut`)."""
+) -> tuple[UInt64 | None, Int64]:
+    """Cut descriptors at ``most`` bytes and at chunk edges: see `kernels.descriptors.cut`.
+
+    Returns
+    -------
+    made : uint64 array [3 * descriptors] or None
+        Columns, one behind the other; None: there was nothing to cut.
+    spans : int64 array [requests + 1]
+    """
     _warm("cut")
     given = tuple(column.view(np.int64) for column in columns)
     cut_spans, none = np.empty_like(spans), np.empty(0, np.int64)
     limits = (2**63 - 1 if most is None else min(most, 2**63 - 1), src_edges, dst_edges)
     total = descriptors.cut(*given, spans, *limits, none, none, none, cut_spans)
     if total == len(columns[0]):
-        return columns, spans
-    made = (np.empty(total, np.uint64), np.empty(total, np.uint64), np.empty(total, np.uint64))
-    descriptors.cut(*given, spans, *limits, *(column.view(np.int64) for column in made), cut_spans)
+        return None, spans
+    made = np.empty(3 * total, np.uint64)
+    descriptors.cut(*given, spans, *limits, *made.view(np.int64).reshape(3, total), cut_spans)
     return made, cut_spans
 
 

@@ -5,7 +5,6 @@ from collections.abc import Hashable, Iterator
 import numpy as np
 import numpy.typing as npt
 
-from kvcompile import arena
 from kvcompile.cache import Cache
 from kvcompile.errors import RequestError
 
@@ -52,7 +51,7 @@ class Descriptors:
         self.requests = requests
         self.failed = {} if failed is None else failed
         self.uncovered = {} if uncovered is None else uncovered
-        self._memory: tuple[UInt64, UInt64, UInt64] | None = None
+        self._memory: UInt64 | None = None  # what the columns are thirds of, if `build` may write there again
         self._caches: tuple[Cache, Cache] | None = None
 
     def __len__(self) -> int:
@@ -111,13 +110,6 @@ class Descriptors:
             batch._caches = self._caches
             yield batch
             start = stop
-
-    def _room(self, size: int) -> tuple[UInt64, UInt64, UInt64]:
-        """Return columns of ``size`` items from this result's own memory, grown where it is too small."""
-        if self._memory is None or len(self._memory[0]) < size:
-            self._memory = arena.take(size)
-        src, dst, length = self._memory
-        return src[:size], dst[:size], length[:size]
 
 
 def positive(name: str, value: int | None) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvcompile import backend, shapes, topology
+from kvcompile import arena, backend, shapes, topology
 from kvcompile import staging as staging_of
 from kvcompile.backend import Batch
 from kvcompile.cache import Cache
@@ -104,6 +104,7 @@ class Plan:
         self._caches: tuple[Cache, Cache] | None = None  # whose digests an engine asks for
         self._program = assemble(table, pairs, src, dst)
         self._src_edges, self._dst_edges = src.edges, dst.edges
+        self._has_edges = len(self._src_edges) + len(self._dst_edges) > 0
 
     def __repr__(self) -> str:
         return f"Plan({len(self.table)} rows, {len(self._program.lanes)} lanes, {len(self.pairs)} group pairs)"
@@ -192,23 +193,24 @@ class Plan:
         if out is not None and (not isinstance(out, Descriptors) or out._memory is None):
             raise ValueError(f"out is {out!r}, expected an earlier result of build (not a batch of one)")
         batch_of = list(requests)
-        given, errors = gather(batch_of, self.src.block_size, self.dst.block_size)
-        program = self._program
-        measured = backend.measure(program, given, sort)
-        result = Descriptors(_NONE, _NONE, _NONE, _NO_SPANS, ()) if out is None else out
-        columns, spans = result._room(measured.descriptors), measured.spans
-        backend.write(program, given, measured, *columns)
-        if max_length is not None or len(self._src_edges) or len(self._dst_edges):
-            cut, spans = backend.cut(columns, spans, max_length, self._src_edges, self._dst_edges)
-            if cut is not columns:
-                result._memory = columns = cut
-        result.src, result.dst, result.length = columns
-        result.spans, result.requests = spans, tuple([request.id for request in batch_of])
-        result._caches = self._caches
-        result.failed = self._failed(batch_of, given.status, errors) if measured.failed else {}
-        result.uncovered = (
-            self._uncovered(batch_of, given.batch, backend.uncovered(given, measured)) if measured.uncovered else {}
-        )
+        given, ids, errors = gather(batch_of, self.src.block_size, self.dst.block_size)
+        measured = backend.measure(self._program, given, sort)
+        memory = None if out is None else out._memory
+        if memory is None or len(memory) < 3 * measured.descriptors:
+            memory = arena.take(measured.descriptors)
+        columns, spans = arena.columns(memory, measured.descriptors), measured.spans
+        backend.write(self._program, given, measured, *columns)
+        if max_length is not None or self._has_edges:
+            made, spans = backend.cut(columns, spans, max_length, self._src_edges, self._dst_edges)
+            if made is not None:
+                memory, columns = made, arena.columns(made, len(made) // 3)
+        failed = self._failed(batch_of, given.status, errors) if measured.failed else None
+        uncovered = None
+        if measured.uncovered:
+            uncovered = self._uncovered(batch_of, given.batch, backend.uncovered(given, measured))
+        result = Descriptors.__new__(Descriptors) if out is None else out
+        Descriptors.__init__(result, *columns, spans, ids, failed, uncovered)
+        result._memory, result._caches = memory, self._caches
         return result
 
     def packed_nbytes(self, requests: Iterable[Request]) -> int:
@@ -328,6 +330,3 @@ class Plan:
             here = found.setdefault(requests[number].id, [])
             here.extend((group, position) for position in positions[start:stop].tolist())
         return found
-
-
-_NONE, _NO_SPANS = np.empty(0, np.uint64), np.zeros(1, np.int64)

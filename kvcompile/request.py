@@ -3,8 +3,8 @@
 import operator
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from functools import partial
-from itertools import chain, product
+from functools import lru_cache, partial
+from itertools import chain
 from operator import attrgetter
 from types import NoneType
 from typing import Any
@@ -56,7 +56,7 @@ class _WrongKindError(TypeError):
 
 def gather(
     requests: Sequence[Request], src_sizes: Sequence[int], dst_sizes: Sequence[int]
-) -> tuple[Given, dict[int, RequestError]]:
+) -> tuple[Given, tuple[Hashable, ...], dict[int, RequestError]]:
     """Gather what a batch gives into one array: one Python step a list, none an id.
 
     msgspec packs all lists at once and a kernel reads them, which costs a fourth of ``numpy.array`` and finds whatever
@@ -72,20 +72,23 @@ def gather(
     -------
     given : Given
         Its status is REFUSED for those in ``errors``, which give nothing; else OK.
+    ids : tuple
+        The id of each request.
     errors : dict
         Index of a request -> its first error, in the order kinds (src, dst, positions), lists.
     """
-    for number, request in enumerate(requests):
-        if not isinstance(request, Request):
-            raise ValueError(f"requests[{number}] is a {type(request).__name__}, expected a Request")
-    ids = [request.id for request in requests]
+    try:
+        ids, *columns = zip(*map(_GIVEN, requests), strict=True) if requests else [()] * 6
+    except AttributeError:
+        number, other = next(found for found in enumerate(requests) if not isinstance(found[1], Request))
+        raise ValueError(f"requests[{number}] is a {type(other).__name__}, expected a Request") from None
     try:
         distinct = len(set(ids))
     except TypeError as error:  # no key of `failed`: the caller's error, not the request's
-        raise ValueError(f"requests have ids {ids!r:.200}, expected hashable ones: {error}") from error
+        raise ValueError(f"requests have ids {[*ids]!r:.200}, expected hashable ones: {error}") from error
     errors: dict[int, RequestError] = {}
-    groups, limit = (len(src_sizes), len(dst_sizes)), item.MOST_TOKENS // max((*src_sizes, *dst_sizes, 1))
-    given = _read(requests, groups, limit) if all(map(_plain, requests)) else None
+    groups = len(src_sizes), len(dst_sizes)
+    given = _read(columns, groups, _limit(src_sizes, dst_sizes))
     if given is None:
         exact = []
         for number, request in enumerate(requests):
@@ -94,7 +97,8 @@ def gather(
             except RequestError as error:
                 errors[number] = error
                 exact.append(Request(None, [[]] * groups[0], [[]] * groups[1]))
-        given = _read(exact, groups, item.MOST_TOKENS)
+        _, *columns = zip(*map(_GIVEN, exact), strict=True)
+        given = _read(columns, groups, item.MOST_TOKENS)
         if given is None:
             raise AssertionError("requests of exact kinds were not understood")
         if errors:
@@ -102,33 +106,42 @@ def gather(
     if distinct < len(ids):
         seen = Counter(ids)
         given.batch.twice[:] = [seen[one] > 1 for one in ids]
-    return given, errors
+    return given, ids, errors
 
 
 FEW = 4096
-_GIVEN = attrgetter("src_blocks", "dst_blocks", "src_first", "dst_first", "num_tokens")
+_GIVEN = attrgetter("id", "src_blocks", "dst_blocks", "src_first", "dst_first", "num_tokens")
 _KEPT = frozenset(np.typecodes["Integer"] + "BHI")  # what every value of fits int64
-_LISTS = frozenset({list, tuple, np.ndarray, Elsewhere})
-_SHAPES = frozenset(product({list, tuple}, {list, tuple}, *[{list, tuple, NoneType}] * 2, {int, NoneType}))
+_PLAIN = frozenset({list, tuple, int, NoneType})
+_KNOWN = _PLAIN | {np.ndarray, Elsewhere}
 
 
-def _plain(request: Request) -> bool:
-    """Return whether msgspec packs a request as what it is. (It takes a set for a list, for one.)"""
-    src, dst, first = request.src_blocks, request.dst_blocks, request.src_first
-    shape = type(src), type(dst), type(first), type(request.dst_first), type(request.num_tokens)
-    return shape in _SHAPES and _LISTS.issuperset(map(type, src)) and _LISTS.issuperset(map(type, dst))
+@lru_cache
+def _limit(src_sizes: Sequence[int], dst_sizes: Sequence[int]) -> int:
+    """Return what positions lie below, in blocks of any group."""
+    return item.MOST_TOKENS // max((*src_sizes, *dst_sizes, 1))
 
 
-def _read(requests: Sequence[Request], groups: tuple[int, int], limit: int) -> Given | None:
+def _read(columns: Sequence[Sequence[Any]], groups: tuple[int, int], limit: int) -> Given | None:
+    """Pack and read the columns of `_GIVEN` but for ids; None if something there is odd."""
+    src, dst, *_ = columns
     lists: list[npt.NDArray[np.integer] | Elsewhere] = []
-    columns = list(zip(*map(_GIVEN, requests), strict=True)) or [()] * 5
     try:
-        packed = msgspec.msgpack.Encoder(enc_hook=partial(_keep, lists)).encode(columns)
+        # What msgspec packs as what it is not: a set as a list, for one. All else the kernel sees.
+        if not _PLAIN.issuperset(map(type, chain(*columns))):
+            return None
+        kinds = set(map(type, chain(*src, *dst)))
+        if kinds <= _PLAIN:
+            packed = msgspec.msgpack.encode(columns)
+        elif kinds <= _KNOWN:
+            packed = msgspec.msgpack.encode(columns, enc_hook=partial(_keep, lists))
+        else:
+            return None
         # An id takes a byte at least: where that is little, they need not be counted.
-        ids = sum(map(len, chain.from_iterable(chain(*columns[:2])))) if lists or len(packed) > FEW else len(packed)
+        ids = sum(map(len, chain(*src, *dst))) if lists or len(packed) > FEW else len(packed)
     except (TypeError, OverflowError, ValueError, RecursionError):
         return None
-    return backend.read(packed, ids, lists, len(requests), groups, limit)
+    return backend.read(packed, ids, lists, len(src), groups, limit)
 
 
 def _keep(lists: list[npt.NDArray[np.integer] | Elsewhere], value: Any) -> int:
@@ -136,14 +149,10 @@ def _keep(lists: list[npt.NDArray[np.integer] | Elsewhere], value: Any) -> int:
     if isinstance(value, np.ndarray):
         if value.ndim != 1 or value.dtype.char not in _KEPT:
             value = _integers(value)
-        lists.append(value)
-        return len(value)
-    if isinstance(value, Elsewhere):
-        lists.append(value)
-        return len(value)
-    if isinstance(value, np.integer):
-        return int(value)
-    raise TypeError
+    elif not isinstance(value, Elsewhere):
+        raise TypeError
+    lists.append(value)
+    return len(value)
 
 
 def _exact(request: Request, src_sizes: Sequence[int], dst_sizes: Sequence[int]) -> Request:

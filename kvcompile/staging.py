@@ -86,7 +86,7 @@ def apart(program: Program) -> Program:
 
 def packed_nbytes(plan: "Plan", requests: Sequence[Request]) -> int:
     """Return the bytes that a staging buffer needs; nulls and failed requests make it fewer."""
-    given, _ = gather(requests, plan.src.block_size, plan.dst.block_size)
+    given, *_ = gather(requests, plan.src.block_size, plan.dst.block_size)
     return backend.most_nbytes(apart(plan._program), given)
 
 
@@ -107,7 +107,7 @@ def pack(plan: "Plan", requests: Sequence[Request], staging: Any, unpacks: bool)
     ValueError
         The buffer is too small, not contiguous, or cannot be written to.
     """
-    given, errors = gather(requests, plan.src.block_size, plan.dst.block_size)
+    given, ids, errors = gather(requests, plan.src.block_size, plan.dst.block_size)
     program = apart(plan._program)
     room = span(staging)
     if not unpacks and not room.flags.writeable:
@@ -123,7 +123,7 @@ def pack(plan: "Plan", requests: Sequence[Request], staging: Any, unpacks: bool)
         plan._failed(requests, given.status, errors) if measured.failed else {},
         plan._uncovered(requests, given.batch, backend.uncovered(given, measured)) if measured.uncovered else {},
     )
-    return Packed(tuple(request.id for request in requests), found)
+    return Packed(ids, found)
 
 
 def span(staging: Any) -> npt.NDArray[Any]:

@@ -85,7 +85,7 @@ class Peer:
         return np.frombuffer(self.ask("memory"), np.uint8)
 
     def signal(self, number: signal.Signals) -> None:
-        """Send it and wait till it has been obeyed: of the threads of a process some still run when ``kill`` is back."""
+        """Send it and wait till it has been obeyed: some threads of a process still run when ``kill`` is back."""
         os.kill(self.process.pid, number)
         obeyed = {signal.SIGSTOP: os.WSTOPPED, signal.SIGCONT: os.WCONTINUED, signal.SIGKILL: os.WEXITED}
         os.waitid(os.P_PID, self.process.pid, obeyed[number] | os.WNOWAIT)

@@ -58,7 +58,7 @@ class Job:
 
         self.plan, self.memory = plan, memory
         self.requests, self.arrays = stand_in(requests)
-        gathered, self.errors = gather(self.requests, plan.src.block_size, plan.dst.block_size)
+        gathered, _, self.errors = gather(self.requests, plan.src.block_size, plan.dst.block_size)
         self.batch, self.status = gathered.batch, gathered.status
         lists = Lists(self.batch, self.arrays, len(program.src_groups), len(program.dst_groups))
         count = len(requests)

@@ -250,7 +250,7 @@ def _only(descriptors: Descriptors, keep: Bools) -> Descriptors:
 def snapshot(descriptors: Descriptors) -> Descriptors:
     """Return a copy that outlives what the caller does with the original, `Plan.build` into it included."""
     size = len(descriptors)
-    src, dst, length = (column[:size] for column in arena.take(size))
+    src, dst, length = arena.columns(arena.take(size), size)
     src[:], dst[:], length[:] = descriptors.src, descriptors.dst, descriptors.length
     spans, failed = descriptors.spans.copy(), dict(descriptors.failed)
     copy = Descriptors(src, dst, length, spans, descriptors.requests, failed)
