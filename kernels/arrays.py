@@ -85,28 +85,31 @@ def batch_of(given: np.ndarray, requests: int, src_groups: int, dst_groups: int)
     return status, Batch(src_ids, src_at, dst_ids, dst_at, firsts[0], firsts[1], num_tokens, twice)
 
 
-def work_size(
-    requests: int, pairs: int, classes: int, src_ids: int, dst_ids: int, slots: int, scratch: int
-) -> int:
-    """Return the words of a `Work` but for its status.
+def work_size(requests: int, pairs: int, classes: int, src_ids: int, dst_ids: int, scratch: int) -> int:
+    """Return the words of a `Work` but for status and spans, for a batch of so many ids or fewer.
 
     A class pairs each id at most once. (Classes of one group pair may have equal phases: other strides, other parts.)
     """
-    most = classes * min(src_ids, dst_ids)
-    lines = pairs * item.ALIGN_COLUMNS + classes * item.EXTENT_COLUMNS
-    return requests + 1 + dst_ids + requests * lines + 5 * most + max(slots, scratch * SCRATCH_ROWS)
+    lines, most = pairs * item.ALIGN_COLUMNS + classes * item.EXTENT_COLUMNS, classes * min(src_ids, dst_ids)
+    return dst_ids + requests * lines + 5 * most + max(4 * dst_ids + 2, SCRATCH_ROWS * scratch)
 
 
 def work_of(
-    memory: np.ndarray, status: np.ndarray, pairs: int, classes: int, ids: tuple[int, int], slots: int, scratch: int
+    memory: np.ndarray,
+    status: np.ndarray,
+    spans: np.ndarray,
+    pairs: int,
+    classes: int,
+    src_ids: int,
+    dst_ids: int,
+    sorts: int,
 ) -> Work:
-    """Cut memory into a `Work`; its spans come first, then what is uncovered.
+    """Cut memory into a `Work`; what is uncovered comes first.
 
-    Slots and scratch are the same memory: nothing is sorted before all conflicts are found.
+    Slots and scratch are the same memory, all that is left: nothing is sorted before all conflicts are found.
     """
-    requests, most = len(status), classes * min(ids[0], ids[1])
-    spans, at = memory[: requests + 1], requests + 1
-    uncovered, at = memory[at : at + ids[1]], at + ids[1]
+    requests, most = len(status), classes * min(src_ids, dst_ids)
+    uncovered, at = memory[:dst_ids], dst_ids
     size = requests * pairs * item.ALIGN_COLUMNS
     aligned, at = memory[at : at + size].reshape((requests, pairs, item.ALIGN_COLUMNS)), at + size
     size = requests * classes * item.EXTENT_COLUMNS
@@ -116,6 +119,9 @@ def work_of(
     run_src, at = memory[at : at + most], at + most
     run_dst, at = memory[at : at + most], at + most
     run_blocks, at = memory[at : at + most], at + most
-    table = memory[at : at + slots]
-    to_sort = memory[at : at + SCRATCH_ROWS * scratch].reshape((SCRATCH_ROWS, scratch))
+    slots = 2
+    while slots <= 2 * dst_ids:
+        slots *= 2
+    table, columns = memory[at : at + slots], sorts * (len(memory) - at) // SCRATCH_ROWS
+    to_sort = memory[at : at + SCRATCH_ROWS * columns].reshape((SCRATCH_ROWS, columns))
     return Work(status, spans, uncovered, aligned, extent, src, dst, run_src, run_dst, run_blocks, table, to_sort)

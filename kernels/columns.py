@@ -15,14 +15,11 @@ def write_column(program, extent, begin, end, out, blocks, runs, again, columns)
 
     ``again`` is a column of a lane; ``columns`` are those of a row: origin, stride, inner stride.
     """
-    rows, lanes, at = program.rows, program.lanes, 0
+    rows, lanes, at, number = program.rows, program.lanes, 0, begin
     origin, stride, inner = columns
-    for number in range(begin, end):
-        n, size = lanes[number, item.LANE_START], size_of(program, extent, number)
-        if lanes[number, again] != 0:
-            # An addition each, where AVX2 has no product of 64-bit integers.
-            shift(out, at, size, rows[n, origin] - rows[lanes[number - 1, item.LANE_START], origin])
-        elif lanes[number, item.LANE_KIND] == item.DENSE:
+    while number < end:
+        n, size, more = lanes[number, item.LANE_START], size_of(program, extent, number), lanes[number, again]
+        if lanes[number, item.LANE_KIND] == item.DENSE:
             first = extent[rows[n, item.CLASS], item.RUNS_AT]
             spread(out[at:], runs[first : first + size], rows[n, origin], rows[n, stride])
         else:
@@ -31,23 +28,28 @@ def write_column(program, extent, begin, end, out, blocks, runs, again, columns)
                 spread(out[at:], blocks[first : first + pairs], rows[n, origin], rows[n, stride])
             else:
                 spread_inner(out[at:], blocks[first : first + pairs], rows[n], origin, stride, inner)
-        at += size
+        if size > 0 and more > 0:
+            # An addition each, where AVX2 has no product of 64-bit integers.
+            shift(out[at : at + (1 + more) * size].reshape((1 + more, size)), rows[n : n + 1 + more], origin)
+        at += (1 + more) * size
+        number += 1 + more
 
 
 @jit
 def write_lengths(program, extent, begin, end, out, run_blocks):
     """Write the lengths of the lanes from ``begin`` to ``end``; return how many."""
-    rows, lanes, at = program.rows, program.lanes, 0
-    for number in range(begin, end):
+    rows, lanes, at, number = program.rows, program.lanes, 0, begin
+    while number < end:
         n, size = lanes[number, item.LANE_START], size_of(program, extent, number)
+        lines = 1 + lanes[number, item.LENGTH_AGAIN]
         if lanes[number, item.LANE_KIND] == item.APART:
-            fill(out[at : at + size], rows[n, item.LENGTH])
-        elif lanes[number, item.LENGTH_AGAIN] != 0:
-            shift(out, at, size, 0)
+            fill(out[at : at + lines * size], rows[n, item.LENGTH])
         else:
             first, tail = extent[rows[n, item.CLASS], item.RUNS_AT], rows[n, item.TAIL]
-            spread(out[at:], run_blocks[first : first + size], -tail, rows[n, item.LENGTH] + tail)
-        at += size
+            for line in range(lines):
+                spread(out[at + line * size :], run_blocks[first : first + size], -tail, rows[n, item.LENGTH] + tail)
+        at += lines * size
+        number += lines
     return at
 
 
@@ -62,11 +64,12 @@ def size_of(program, extent, number):
 
 
 @jit
-def shift(out, at, size, distance):
-    """Write the ``size`` values before ``at`` once more behind them, each by a distance larger."""
-    before, after = out[at - size : at], out[at : at + size]
-    for i in range(size):
-        after[i] = before[i] + distance
+def shift(lines, rows, origin):
+    """Write each line but the first: the line before it, by the distance of their rows' origins larger."""
+    for k in range(1, len(rows)):
+        before, after, distance = lines[k - 1], lines[k], rows[k, origin] - rows[k - 1, origin]
+        for i in range(len(after)):
+            after[i] = before[i] + distance
 
 
 @jit

@@ -1,4 +1,4 @@
-"""The loops of one build on the CPU, in the order in which they run: check, conflict, cover, mark, count, write.
+"""The loops of one build on the CPU, in the order in which they run: read, check, conflict, cover, mark, count, write.
 
 Python passes the arrays of a `Program` (what a plan compiled), the array of a `Batch` (what the requests gave) and the
 memory of a `Work` (what the kernels hand to each other). The columns are `item`'s.
@@ -10,9 +10,11 @@ from kvcompile._jit import bare, entry, jit
 from kvcompile.kernels import arrays, item
 from kvcompile.kernels.arrays import Program
 from kvcompile.kernels.check import check, conflict, window
-from kvcompile.kernels.columns import size_of, write_column, write_lengths
+from kvcompile.kernels.columns import write_column, write_lengths
+from kvcompile.kernels.ids import read
 from kvcompile.kernels.order import sort, sorted_already
 
+given_size = jit(arrays.given_size)
 batch_of = jit(arrays.batch_of)
 work_of = jit(arrays.work_of)
 fill = jit(item.fill)
@@ -24,25 +26,60 @@ address = jit(item.address)
 
 
 @entry
-def measure(rows, lanes, classes, pairs, src_groups, dst_groups, given, memory, requests, slots, scratch):
-    """Check a batch, find its pairs and runs, count its descriptors.
+def build(
+    rows, lanes, classes, pairs, src_groups, dst_groups, packed, memory, spans, out, src_lists, dst_lists,
+    src_most, dst_most, limit, sorts, steps,
+):  # fmt: skip
+    """Read a batch, measure it, write its descriptors: the steps asked for, as far as they go.
 
     Parameters
     ----------
     rows, lanes, classes, pairs, src_groups, dst_groups : int64 arrays
-        The `Program`.
-    given, memory : int64 arrays
-        See `arrays.batch_of` and `arrays.work_of`.
-    requests, slots, scratch : int64
-        Requests; places of the hash table; columns of the scratch array, 0 to leave everything unsorted.
+        The `Program`; not looked at to read.
+    packed : uint8 array
+    src_lists, dst_lists, src_most, dst_most, limit : int64
+        See `ids.read`; lists a request.
+    memory : int64 array
+        See `arrays.batch_of`, and behind that, to measure, `arrays.work_of`; as an earlier step left it.
+    spans : int64 array [requests + 1]
+        Which descriptors are whose.
+    out : uint64 array
+        Memory of three columns, one behind the other: nothing is written where it is too small.
+    sorts : int64
+        1 to sort pieces.
+    steps : int64
+        READ, MEASURE and WRITE of `item`, as a sum.
 
     Returns
     -------
+    src_ids, dst_ids : int64
+        As `ids.read` returns them: -1 first if the batch cannot be read.
     descriptors, failed, uncovered : int64
-        Descriptors to be written; requests whose status is not OK; dst blocks marked uncovered.
+        Descriptors of the batch; when measuring, also requests whose status is not OK, and dst blocks not covered.
     """
+    memory, spans, out = bare(memory), bare(spans), bare(out.view(np.int64))
+    requests = len(spans) - 1
+    if steps & item.READ != 0:
+        src_ids, dst_ids = read(bare(packed), memory, requests, src_lists, dst_lists, src_most, dst_most, limit)
+        if src_ids < 0 or steps == item.READ:
+            return src_ids, dst_ids, 0, 0, 0
     program = Program(bare(rows), bare(lanes), bare(classes), bare(pairs), bare(src_groups), bare(dst_groups))
-    batch, work = parts(program, bare(given), bare(memory), requests, slots, scratch)
+    status, batch = batch_of(memory, requests, src_lists, dst_lists)
+    src_ids, dst_ids = len(batch.src_ids), len(batch.dst_ids)
+    rest = memory[given_size(requests, src_lists, dst_lists) + src_ids + dst_ids :]
+    work = work_of(rest, status, spans, len(pairs), len(classes), src_ids, dst_ids, sorts)
+    failed, uncovered = 0, 0
+    if steps & item.MEASURE != 0:
+        failed, uncovered = measure(program, batch, work)
+    size, third = spans[-1], len(out) // 3
+    if steps & item.WRITE != 0 and size <= third:
+        write(program, batch, work, out[:size], out[third : third + size], out[2 * third : 2 * third + size])
+    return src_ids, dst_ids, size, failed, uncovered
+
+
+@jit
+def measure(program, batch, work):
+    """Check a batch, find its pairs and runs, count its descriptors; return how many fail, and dst blocks uncovered."""
     fill(work.uncovered, 0)
     check(program, batch, work)
     conflict(program, batch, work)
@@ -54,14 +91,7 @@ def measure(rows, lanes, classes, pairs, src_groups, dst_groups, given, memory, 
     uncovered = cover(program, batch, work)
     mark(program, batch, work)
     count(program, batch, work)
-    return work.spans[-1], failed, uncovered
-
-
-@jit
-def parts(program, given, memory, requests, slots, scratch):
-    status, batch = batch_of(given, requests, len(program.src_groups), len(program.dst_groups))
-    ids = len(batch.src_ids), len(batch.dst_ids)
-    return batch, work_of(memory, status, len(program.pairs), len(program.classes), ids, slots, scratch)
+    return failed, uncovered
 
 
 @jit
@@ -165,7 +195,7 @@ def mark_class(program, batch, work, r, c, extent):
     extent[item.PAIRS] = pairs
     if pairs > 1 and work.scratch.shape[1] > 0:
         sort_pairs(src[:pairs], dst[:pairs], kind[item.SRC_UNIT], kind[item.DST_UNIT], work.scratch)
-    if kind[item.HAS_DENSE] != 0:
+    if kind[item.DENSE_LANES] != 0:
         at = extent[item.RUNS_AT]
         extent[item.RUNS] = mark_runs(
             src[:pairs], dst[:pairs], work.run_src[at:], work.run_dst[at:], work.run_blocks[at:]
@@ -226,36 +256,25 @@ def mark_runs(src, dst, run_src, run_dst, run_blocks):
 @jit
 def count(program, batch, work):
     """Write how many descriptors each request makes, as spans."""
-    none = work.run_src[:0]
+    none, chained = work.run_src[:0], chains(program)
     work.spans[0] = 0
     for r in range(len(batch.num_tokens)):
         total = 0
         if work.status[r, item.CODE] == item.OK:
-            for number in range(len(program.lanes)):
+            for c in range(len(program.classes)):
+                total += program.classes[c, item.DENSE_LANES] * work.extent[r, c, item.RUNS]
+                total += program.classes[c, item.APART_SLICES] * work.extent[r, c, item.PAIRS]
+            for number in range(len(program.lanes) if chained else 0):
                 if program.lanes[number, item.LANE_KIND] == item.CHAIN:
                     total += chain(program, batch, work, r, program.lanes[number], none, none, none)
-                else:
-                    total += size_of(program, work.extent[r], number)
         work.spans[r + 1] = work.spans[r] + total
 
 
-@entry
-def write(
-    rows, lanes, classes, pairs, src_groups, dst_groups, given, memory, requests, slots, scratch, src, dst, length
-):
-    """Write the descriptors of a measured batch.
-
-    Parameters
-    ----------
-    rows, lanes, classes, pairs, src_groups, dst_groups, given, memory, requests, slots, scratch
-        As `measure` was given them, and left them.
-    src, dst, length : uint64 arrays [descriptors], out
-    """
-    program = Program(bare(rows), bare(lanes), bare(classes), bare(pairs), bare(src_groups), bare(dst_groups))
-    batch, work = parts(program, bare(given), bare(memory), requests, slots, scratch)
-    src, dst, length = bare(src.view(np.int64)), bare(dst.view(np.int64)), bare(length.view(np.int64))
-    lanes = program.lanes
-    for r in range(requests):
+@jit
+def write(program, batch, work, src, dst, length):
+    """Write the descriptors of a measured batch."""
+    lanes, chained = program.lanes, chains(program)
+    for r in range(len(batch.num_tokens)):
         at, number = work.spans[r], 0
         if work.spans[r + 1] == at:
             continue
@@ -265,7 +284,7 @@ def write(
                 at += chain(program, batch, work, r, lanes[number], src[at:], dst[at:], length[at:])
                 number += 1
                 continue
-            begin = number
+            begin, number = number, number if chained else len(lanes)
             while number < len(lanes) and lanes[number, item.LANE_KIND] != item.CHAIN:
                 number += 1
             # Column by column, each in one sweep: as fast as memory takes them.
@@ -274,6 +293,15 @@ def write(
             columns = item.DST_ORIGIN, item.DST_STRIDE, item.DST_INNER
             write_column(program, extent, begin, number, dst[at:], work.dst, work.run_dst, item.DST_AGAIN, columns)
             at += write_lengths(program, extent, begin, number, length[at:], work.run_blocks)
+
+
+@jit
+def chains(program):
+    """Return whether any lane is a chain."""
+    found = False
+    for kind in program.classes:
+        found |= kind[item.CHAIN_ROWS] > 0
+    return found
 
 
 @jit

@@ -2,35 +2,37 @@
 
 import numpy as np
 
-from kvcompile._jit import entry, jit
+from kvcompile._jit import jit
 from kvcompile.kernels import arrays, item
 
 __all__ = ["read"]
 
-NIL = 0xC0  # msgpack's
+NIL, ONE_PAIR = 0xC0, 0x81  # msgpack's: None, a map of one pair
 
 array_header = jit(item.array_header)
 array = jit(item.array)
+binary = jit(item.binary)
 fill = jit(item.fill)
 integer = jit(item.integer)
 given_size = jit(arrays.given_size)
 batch_of = jit(arrays.batch_of)
 
 
-@entry
-def read(packed, given, starts, requests, src_groups, dst_groups, limit):
+@jit
+def read(packed, given, requests, src_groups, dst_groups, src_most, dst_most, limit):
     """Read five msgpack lists, one item a request: src and dst id lists, first positions of both, tokens.
 
     Parameters
     ----------
     packed : uint8 array
-        A number in the place of an id list is the size of one that the host will put there.
+        An id list is an array of integers; or a binary, of int64 as they lie in memory; or a map of 0 to the number of
+        ids that are elsewhere, and left open here.
     given : int64 array, out
         Words of `arrays.given_size`, then room for all ids. See `arrays.batch_of`; nothing is failed, no request id is
         given twice.
-    starts : int64 array, out
-        Where the host's id lists are to be put in ``given``, in order.
     requests, src_groups, dst_groups : int64
+    src_most, dst_most : int64
+        What there is room for: ids of each side.
     limit : int64
         Positions lie below it.
 
@@ -43,34 +45,20 @@ def read(packed, given, starts, requests, src_groups, dst_groups, limit):
     start = given_size(requests, src_groups, dst_groups)
     fill(given[:start], 0)
     _, batch = batch_of(given, requests, src_groups, dst_groups)
-    place, filled, found = 1, start, 0  # a header of one byte: five lists
+    place, filled = 1, start  # a header of one byte: five lists
     for side in range(2):
         groups, at, begin = src_groups if side == 0 else dst_groups, batch.src_at if side == 0 else batch.dst_at, filled
+        room = given[: filled + (src_most if side == 0 else dst_most)]
         place += array_header(requests)
         for r in range(requests):
             place = enter(packed, place, groups)
             if place < 0:
                 return -1, -place
             for g in range(groups):
-                size, header = array(packed, place)
-                nbytes = header
-                if header == 0:
-                    size, nbytes = integer(packed, place)
-                    if nbytes == 0 or found == len(starts):
-                        return -1, place
-                    starts[found] = filled
-                    found += 1
-                if size > len(given) - filled:  # a list that changed while it was packed
-                    return -1, place
-                place += nbytes
-                if header != 0:
-                    place = read_list(packed, place, given[filled : filled + size])
-                    if place < 0:
-                        return -1, -place
-                filled += size
+                place, filled = read_ids(packed, place, room, filled)
+                if place < 0:
+                    return -1, -place
                 at[r * groups + g + 1] = filled - begin
-    if found != len(starts):
-        return -1, place
     for side in range(2):
         groups, firsts = src_groups if side == 0 else dst_groups, batch.src_first if side == 0 else batch.dst_first
         place += array_header(requests)
@@ -113,6 +101,35 @@ def enter(packed, place, size):
     if nbytes == 0 or found != size:
         return -place
     return place + nbytes
+
+
+@jit
+def read_ids(packed, place, given, filled):
+    """Read an id list behind those that ``given`` holds; return where it ends there and here.
+
+    Minus the place first, if something else stands there, or more ids than there is room for: a list that another
+    thread changed while it was packed.
+    """
+    size, header = array(packed, place)
+    nbytes, bin_header = binary(packed, place)
+    if bin_header != 0:
+        size = nbytes >> 3
+    elif packed[place] == ONE_PAIR:
+        size, header = integer(packed, place + 2)
+    elif header == 0:
+        return -place, filled
+    if size < 0 or size > len(given) - filled:
+        return -place, filled
+    ids = given[filled : filled + size]
+    if bin_header != 0:
+        place += bin_header
+        took = packed[place : place + 8 * size].view(np.int64)
+        for i in range(size):
+            ids[i] = took[i]
+        return place + nbytes, filled + size
+    if packed[place] == ONE_PAIR:
+        return place + 2 + header, filled + size
+    return read_list(packed, place + header, ids), filled + size
 
 
 @jit

@@ -22,13 +22,14 @@ import numpy as np
     ROW_COLUMNS,
 ) = range(11)
 
-# Columns of a lane: rows [START, STOP) of the row array, how they merge, and whether what it writes as src, dst or
-# length is what the lane before wrote, each value by one distance larger.
+# Columns of a lane: rows [START, STOP) of the row array; how they merge; how many lanes behind it write as src, dst or
+# length what it writes, each all values by one distance larger.
 LANE_START, LANE_STOP, LANE_KIND, SRC_AGAIN, DST_AGAIN, LENGTH_AGAIN, LANE_COLUMNS = range(7)
 APART, DENSE, CHAIN = range(3)
 
 # Columns of a class: rows with the same pairs of blocks in the same order. Units: the strides by their greatest common
-# divisor; the order of sorted pairs depends on them.
+# divisor; the order of sorted pairs depends on them. Then how many of its lanes are dense, slices lie apart, and rows
+# are part of a chain.
 (
     CLASS_PAIR,
     SRC_STEP,
@@ -39,9 +40,11 @@ APART, DENSE, CHAIN = range(3)
     PARTS,
     SRC_UNIT,
     DST_UNIT,
-    HAS_DENSE,
+    DENSE_LANES,
+    APART_SLICES,
+    CHAIN_ROWS,
     CLASS_COLUMNS,
-) = range(11)
+) = range(13)
 
 # Columns of a group pair: sizes in tokens, steps in blocks a period.
 SRC_GROUP, DST_GROUP, SRC_SIZE, DST_SIZE, STATE, PAIR_SRC_STEP, PAIR_DST_STEP, PAIR_COLUMNS = range(8)
@@ -51,6 +54,9 @@ BOUND, HAS_NULL, NULL, OVERLAY, GROUP_COLUMNS = range(5)
 
 # Columns of a buffer whose chunks have edges: bytes, all three; a chunk of 0 is none.
 EDGE_BASE, EDGE_NBYTES, EDGE_CHUNK, EDGE_COLUMNS = range(4)
+
+# What one call of `cpu.build` does, as a sum.
+READ, MEASURE, WRITE = 1, 2, 4
 
 # Columns of a request's status, and its codes.
 CODE, SIDE, GROUP, POSITION, OTHER, STATUS_COLUMNS = range(6)
@@ -187,6 +193,20 @@ def array(packed, at):
         high, low = (np.int64(packed[at + 1]) << 8) | packed[at + 2], (np.int64(packed[at + 3]) << 8) | packed[at + 4]
         return (high << 16) | low, 5
     return np.int64(0), 0
+
+
+def binary(packed, at):
+    """Return the bytes of a msgpack binary and the size of its header in bytes; size 0 if it is none.
+
+    Formats as in msgpack's specification: bin 8, bin 16, bin 32, big-endian.
+    """
+    head = packed[at]
+    if head < 0xC4 or head > 0xC6:
+        return np.int64(0), 0
+    width, nbytes = np.int64(1) << np.int64(head - 0xC4), np.int64(0)
+    for k in range(1, width + 1):
+        nbytes = (nbytes << 8) | packed[at + k]
+    return nbytes, 1 + width
 
 
 def integer(packed, at):

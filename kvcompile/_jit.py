@@ -75,7 +75,7 @@ def locked() -> Iterator[None]:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def bare(typing_context: Any, array: Any) -> Any:
+def _bare(typing_context: Any, array: Any) -> Any:
     """Return the same array without its reference count: its parts cost no atomic operation each.
 
     For the arrays that Python passed, which live until the kernel returns.
@@ -88,6 +88,9 @@ def bare(typing_context: Any, array: Any) -> Any:
         return struct._getvalue()
 
     return array(array), codegen
+
+
+bare = (lambda array: array) if numba.config.DISABLE_JIT else _bare
 
 
 @intrinsic  # type: ignore[untyped-decorator]

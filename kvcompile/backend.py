@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import numpy as np
@@ -14,12 +14,12 @@ from kvcompile.kernels.arrays import Batch, Program
 
 if TYPE_CHECKING:
     from kvcompile import _jit
-    from kvcompile.kernels import check, cpu, descriptors, ids, known, order
+    from kvcompile.kernels import check, cpu, descriptors, known, order
     from kvcompile.kernels import pack as packing
 else:  # Numba, and what it costs to declare a kernel, are for a process that builds something
     _jit = later("kvcompile._jit")
-    check, cpu, descriptors, ids, known, order, packing = (
-        later(f"kvcompile.kernels.{name}") for name in ("check", "cpu", "descriptors", "ids", "known", "order", "pack")
+    check, cpu, descriptors, known, order, packing = (
+        later(f"kvcompile.kernels.{name}") for name in ("check", "cpu", "descriptors", "known", "order", "pack")
     )
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "Given",
     "Measured",
     "Program",
+    "Target",
     "copy",
     "cut",
     "kernels",
@@ -43,6 +44,11 @@ __all__ = [
 Int64 = npt.NDArray[np.int64]
 UInt64 = npt.NDArray[np.uint64]
 
+_NONE, _ONE, _NO_COLUMNS = np.empty(0, np.int64), np.zeros(1, np.int64), np.empty(0, np.uint64)
+_NO_BYTES = np.frombuffer(bytes(8), np.uint8)  # read-only, as those of bytes are
+_COLUMNS = item.ROW_COLUMNS, item.LANE_COLUMNS, item.CLASS_COLUMNS, item.PAIR_COLUMNS, *[item.GROUP_COLUMNS] * 2
+_NO_PROGRAM = Program(*(np.zeros((0, count), np.int64) for count in _COLUMNS))
+
 _lock = threading.Lock()
 _ready: set[str] = set()
 
@@ -57,36 +63,52 @@ class Elsewhere:
         return self.size
 
 
-class Given(msgspec.Struct, frozen=True, gc=False):
-    """What the requests of a batch give, and how many there are of each."""
+class Measured(msgspec.Struct, frozen=True, gc=False):
+    """What `measure` found."""
 
-    flat: Int64  # see `kernels.arrays.batch_of`
-    requests: int
-    src_groups: int
-    dst_groups: int
-    src_ids: int
-    dst_ids: int
+    descriptors: int
+    failed: int  # requests
+    missing: int  # dst ids that are not wholly written
+    written: bool
+
+
+class Target(NamedTuple):
+    """What a batch is read for."""
+
+    program: Program
+    sort: bool = False
+    out: UInt64 | None = None  # memory for three columns, one behind the other
+
+
+class Given(msgspec.Struct, frozen=True, gc=False):
+    """What the requests of a batch give, and how many there are of each. Arrays share its memory."""
+
+    memory: Int64  # see `kernels.arrays.batch_of`; behind it, room for `kernels.arrays.work_of`
+    spans: Int64  # [requests + 1]: which descriptors are whose, once measured
+    groups: tuple[int, int]
+    ids: tuple[int, int]
+    measured: Measured | None = None  # where reading and measuring were one call
+
+    @property
+    def requests(self) -> int:
+        """How many there are."""
+        return len(self.spans) - 1
 
     @property
     def status(self) -> Int64:
-        """What is wrong with each request, int64 [requests, STATUS_COLUMNS]; it shares memory."""
-        return self.flat[: self.requests * item.STATUS_COLUMNS].reshape(-1, item.STATUS_COLUMNS)
+        """What is wrong with each request, int64 [requests, STATUS_COLUMNS]."""
+        return self.memory[: self.requests * item.STATUS_COLUMNS].reshape(-1, item.STATUS_COLUMNS)
 
     @property
     def batch(self) -> Batch:
-        """The batch by names; it shares memory."""
-        return arrays.batch_of(self.flat, self.requests, self.src_groups, self.dst_groups)[1]
+        """The batch by names."""
+        return arrays.batch_of(self.memory, self.requests, *self.groups)[1]
 
-
-class Measured(msgspec.Struct, frozen=True, gc=False):
-    """What `measure` found, and hands to `write`."""
-
-    memory: Int64  # of a `kernels.arrays.Work`
-    sizes: tuple[int, int]  # its slots, and the columns of its scratch
-    spans: Int64  # [requests + 1]
-    descriptors: int
-    failed: int  # requests
-    uncovered: int  # dst ids
+    @property
+    def uncovered(self) -> Int64:
+        """Once measured, int64 [dst ids]: 1 where one is not wholly written."""
+        start = arrays.given_size(self.requests, *self.groups) + self.ids[0] + self.ids[1]
+        return self.memory[start : start + self.ids[1]]
 
 
 def warmup() -> None:
@@ -111,32 +133,33 @@ def _warm(name: str) -> None:
 
 def kernels() -> dict[str, object]:
     """Return every compiled kernel by name, for tests that count compilations."""
-    modules = (check, cpu, descriptors, ids, known, order, packing)
+    modules = (check, cpu, descriptors, known, order, packing)
     found = (entry for module in modules for entry in vars(module).items())
     return {name: value for name, value in found if hasattr(value, "signatures")}
 
 
 def read(
     packed: bytes,
-    count: int,
-    lists: list[npt.NDArray[np.integer] | Elsewhere],
     requests: int,
     groups: tuple[int, int],
+    ids: tuple[int, int],
     limit: int,
+    target: Target | None = None,
 ) -> Given | None:
-    """Read what requests give, packed as `kernels.ids.read` says; id lists that are arrays come apart, in order.
+    """Read what requests give, packed as `kernels.ids.read` says; build it at once where the target has memory.
 
     Parameters
     ----------
     packed : bytes
-    count : int
-        The number of all ids, or more.
-    lists : list of integer arrays [n] or Elsewhere
     requests : int
     groups : (int, int)
         Of src and dst.
+    ids : (int, int)
+        The number of all src ids and dst ids, or more.
     limit : int
         Positions lie below it, in blocks.
+    target : Target, optional
+        What the batch is read for.
 
     Returns
     -------
@@ -144,44 +167,45 @@ def read(
         None if something there is not as it should be.
     """
     _warm("build")
-    start = arrays.given_size(requests, *groups)
-    flat = np.empty(start + count, np.int64)
-    starts = np.empty(len(lists), np.int64) if lists else _NONE
-    src_ids, dst_ids = ids.read(np.frombuffer(packed, np.uint8), flat, starts, requests, *groups, limit)
+    program, sort, out = Target(_NO_PROGRAM) if target is None else target
+    memory = np.empty(_words(requests, groups, ids, program, sort), np.int64)
+    steps = item.READ if out is None else item.READ | item.MEASURE | item.WRITE
+    spans = np.empty(requests + 1, np.int64)
+    at = np.frombuffer(packed, np.uint8), memory, spans, _NO_COLUMNS if out is None else out
+    src_ids, dst_ids, size, failed, missing = cpu.build(*program, *at, *groups, *ids, limit, int(sort), steps)
     if src_ids < 0:
         return None
-    if lists:
-        for at, array in zip(starts.tolist(), lists, strict=True):
-            if not isinstance(array, Elsewhere):
-                flat[at : at + len(array)] = array
-    return Given(flat, requests, *groups, src_ids, dst_ids)
+    measured = None if out is None else Measured(size, failed, missing, 3 * size <= len(out))
+    return Given(memory, spans, groups, (src_ids, dst_ids), measured)
 
 
-def measure(program: Program, given: Given, sort: bool = False) -> Measured:
-    """Check and count a batch. See `kernels.cpu.measure`."""
-    requests, pairs, classes = given.requests, len(program.pairs), len(program.classes)
-    slots, scratch = 2 << given.dst_ids.bit_length(), 0
+def measure(given: Given, target: Target) -> Measured:
+    """Check and count a batch that was read for this, and write it where there is room. See `kernels.cpu.build`."""
+    program, sort, out = target
+    if len(given.memory) < _words(given.requests, given.groups, given.ids, program, sort):
+        raise AssertionError("a batch is measured that was not read for this program")
+    at = _NO_BYTES, given.memory, given.spans, _NO_COLUMNS if out is None else out
+    *_, size, failed, missing = cpu.build(
+        *(*program, *at), *given.groups, 0, 0, 0, int(sort), item.MEASURE | item.WRITE
+    )
+    return Measured(size, failed, missing, out is not None and 3 * size <= len(out))
+
+
+def write(given: Given, target: Target) -> None:
+    """Write the descriptors of a measured batch."""
+    program, sort, out = target
+    cpu.build(*program, _NO_BYTES, given.memory, given.spans, out, *given.groups, 0, 0, 0, int(sort), item.WRITE)
+
+
+def _words(requests: int, groups: tuple[int, int], ids: tuple[int, int], program: Program, sort: bool) -> int:
+    """Return the words of memory for a batch of so many ids or fewer, and to measure it."""
+    scratch = 0
     if sort:
         kind = program.lanes[:, item.LANE_KIND]
         rows = (program.lanes[:, item.LANE_STOP] - program.lanes[:, item.LANE_START])[kind == item.CHAIN]
-        most = classes * min(given.src_ids, given.dst_ids)
-        scratch = max(most * int(rows.max(initial=1)), 1 << order.RADIX)
-    words = arrays.work_size(requests, pairs, classes, given.src_ids, given.dst_ids, slots, scratch)
-    memory = np.empty(words, np.int64)
-    found = cpu.measure(*program, given.flat, memory, requests, slots, scratch)
-    # A copy: the rest of the memory need not live as long as the result.
-    return Measured(memory, (slots, scratch), memory[: requests + 1].copy(), *found)
-
-
-def write(program: Program, given: Given, measured: Measured, src: UInt64, dst: UInt64, length: UInt64) -> None:
-    """Write the descriptors of a measured batch into arrays of so many items."""
-    cpu.write(*program, given.flat, measured.memory, given.requests, *measured.sizes, src, dst, length)
-
-
-def uncovered(given: Given, measured: Measured) -> Int64:
-    """Return the marks of the dst ids that are not wholly written."""
-    start = given.requests + 1
-    return measured.memory[start : start + given.dst_ids]
+        scratch = max(len(program.classes) * min(ids) * int(rows.max(initial=1)), 1 << order.RADIX)
+    given = arrays.given_size(requests, *groups) + ids[0] + ids[1]
+    return given + arrays.work_size(requests, len(program.pairs), len(program.classes), *ids, scratch)
 
 
 def cut(
@@ -246,25 +270,14 @@ def pack(address: UInt64, length: UInt64, spans: Int64, staging: int, unpacks: b
     return byte_spans
 
 
-_NONE, _ONE, _ADDRESSES = np.empty(0, np.int64), np.zeros(1, np.int64), np.empty(0, np.uint64)
-
-
-def _empty_program() -> Program:
-    columns = (item.ROW_COLUMNS, item.LANE_COLUMNS, item.CLASS_COLUMNS, item.PAIR_COLUMNS, *[item.GROUP_COLUMNS] * 2)
-    return Program(*(np.zeros((0, count), np.int64) for count in columns))
-
-
 def _build_nothing() -> None:
-    program = _empty_program()
-    given, memory = np.zeros(arrays.given_size(0, 0, 0), np.int64), np.zeros(3, np.int64)
-    ids.read(np.frombuffer(bytes(16), np.uint8), given, _NONE, 0, 0, 0, 0)
-    cpu.measure(*program, given, memory, 0, 2, 0)
-    cpu.write(*program, given, memory, 0, 2, 0, _ADDRESSES, _ADDRESSES, _ADDRESSES)
+    memory = np.zeros(arrays.given_size(0, 0, 0), np.int64)
+    cpu.build(*_NO_PROGRAM, _NO_BYTES, memory, _ONE, _NO_COLUMNS, 0, 0, 0, 0, 0, 0, item.READ)
 
 
 def _count_nothing() -> None:
-    given = Given(np.zeros(arrays.given_size(0, 0, 0), np.int64), 0, 0, 0, 0, 0)
-    _candidates(_empty_program(), given)
+    given = Given(np.zeros(arrays.given_size(0, 0, 0), np.int64), _ONE, (0, 0), (0, 0))
+    _candidates(_NO_PROGRAM, given)
 
 
 # What calls each kernel on nothing: the types of its arguments alone decide what is compiled.
@@ -273,6 +286,6 @@ _WARM: dict[str, Callable[[], object]] = {
     "count": _count_nothing,
     "cut": lambda: descriptors.cut(*[_NONE] * 3, _ONE, 1, *[_NONE.reshape(0, 3)] * 2, *[_NONE] * 3, _ONE),
     "copy": lambda: descriptors.copy(_NONE, _NONE, _NONE),
-    "outside": lambda: descriptors.outside(*[_ADDRESSES] * 4),
+    "outside": lambda: descriptors.outside(*[_NO_COLUMNS] * 4),
     "pack": lambda: packing.pack(_NONE, _NONE, _ONE, 0, 0, _ONE),
 }

@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from kvcompile import arena, backend, shapes, topology
 from kvcompile import staging as staging_of
-from kvcompile.backend import Batch
+from kvcompile.backend import Batch, Target
 from kvcompile.cache import Cache
 from kvcompile.descriptors import Descriptors, positive
 from kvcompile.errors import LayoutError, RequestError
@@ -20,6 +20,9 @@ from kvcompile.request import Request, gather
 from kvcompile.table import TABLE
 
 __all__ = ["Plan", "compile"]
+
+FEW = 4096
+"""Descriptors for which memory is at hand before they are counted: a build of so many is one call."""
 
 Int64 = npt.NDArray[np.int64]
 
@@ -192,22 +195,23 @@ class Plan:
             raise ValueError("stream and pinned go with device='cuda', which is not given")
         if out is not None and (not isinstance(out, Descriptors) or out._memory is None):
             raise ValueError(f"out is {out!r}, expected an earlier result of build (not a batch of one)")
-        batch_of = list(requests)
-        given, ids, errors = gather(batch_of, self.src.block_size, self.dst.block_size)
-        measured = backend.measure(self._program, given, sort)
-        memory = None if out is None else out._memory
-        if memory is None or len(memory) < 3 * measured.descriptors:
+        batch_of, sort = list(requests), bool(sort)
+        memory = arena.take(FEW) if out is None or out._memory is None else out._memory
+        target = Target(self._program, sort, memory)
+        given, ids, errors = gather(batch_of, self.src.block_size, self.dst.block_size, target)
+        measured = given.measured or backend.measure(given, target)
+        if not measured.written:
             memory = arena.take(measured.descriptors)
-        columns, spans = arena.columns(memory, measured.descriptors), measured.spans
-        backend.write(self._program, given, measured, *columns)
+            backend.write(given, target._replace(out=memory))
+        columns, spans = arena.columns(memory, measured.descriptors), given.spans
         if max_length is not None or self._has_edges:
             made, spans = backend.cut(columns, spans, max_length, self._src_edges, self._dst_edges)
             if made is not None:
                 memory, columns = made, arena.columns(made, len(made) // 3)
         failed = self._failed(batch_of, given.status, errors) if measured.failed else None
         uncovered = None
-        if measured.uncovered:
-            uncovered = self._uncovered(batch_of, given.batch, backend.uncovered(given, measured))
+        if measured.missing:
+            uncovered = self._uncovered(batch_of, given.batch, given.uncovered)
         result = Descriptors.__new__(Descriptors) if out is None else out
         Descriptors.__init__(result, *columns, spans, ids, failed, uncovered)
         result._memory, result._caches = memory, self._caches

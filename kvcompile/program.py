@@ -12,7 +12,7 @@ from kvcompile.kernels import item
 from kvcompile.lanes import lanes, number
 from kvcompile.lowering import GroupPair, periods
 
-__all__ = ["Side", "assemble", "fault"]
+__all__ = ["Side", "assemble", "fault", "with_lanes"]
 
 Int64 = npt.NDArray[np.int64]
 Table = npt.NDArray[np.void]
@@ -126,15 +126,29 @@ def assemble(table: Table, pairs: tuple[GroupPair, ...], src: Side, dst: Side) -
     for at, first in enumerate(class_first):
         row = table[first]
         classes[at, item.CLASS_PAIR] = pair_number[GroupPair(int(row["src_group"]), int(row["dst_group"]))]
-    dense = lane_rows[lane_rows[:, item.LANE_KIND] == item.DENSE, item.LANE_START]
-    classes[rows[dense, item.CLASS], item.HAS_DENSE] = 1
-
     pair_rows = np.empty((len(pairs), item.PAIR_COLUMNS), np.int64)
     for at, pair in enumerate(pairs):
         sizes, state = (src.block_size[pair.src_group], dst.block_size[pair.dst_group]), src.state[pair.src_group]
         pair_rows[at] = (*pair, *sizes, state, *periods(*sizes, state))
     limits = (_limits(table, "src", src_buffer, src), _limits(table, "dst", dst_buffer, dst))
-    return Program(rows, lane_rows, classes, pair_rows, _groups(src, limits[0]), _groups(dst, limits[1]))
+    program = Program(rows, lane_rows, classes, pair_rows, _groups(src, limits[0]), _groups(dst, limits[1]))
+    return with_lanes(program, lane_rows)
+
+
+def with_lanes(program: Program, lane_rows: Int64) -> Program:
+    """Return a program with these of its lanes, and counts of them by class; lanes that write alike stay neighbours."""
+    classes = program.classes.copy()
+    kinds = np.repeat(lane_rows[:, item.LANE_KIND], lane_rows[:, item.LANE_STOP] - lane_rows[:, item.LANE_START])
+    spans = [np.arange(*lane[[item.LANE_START, item.LANE_STOP]]) for lane in lane_rows]
+    rows = program.rows[np.concatenate([*spans, np.empty(0, np.int64)])]
+    for column, kind, weight in (
+        (item.DENSE_LANES, item.DENSE, 1),
+        (item.APART_SLICES, item.APART, rows[:, item.COUNT]),
+        (item.CHAIN_ROWS, item.CHAIN, 1),
+    ):
+        each = np.where(kinds == kind, weight, 0)
+        classes[:, column] = np.bincount(rows[:, item.CLASS], each, len(classes))
+    return program._replace(classes=classes, lanes=lane_rows)
 
 
 _ROW = (
@@ -167,11 +181,14 @@ _AGAIN = (
 
 
 def _again(rows: Int64, lane_rows: Int64, columns: Sequence[int]) -> Int64:
-    """Return which lanes are of the kind of the lane before, and their first rows the same in some columns."""
+    """Return how many lanes behind each are of its kind, and their first rows the same in some columns."""
     key = np.column_stack([rows[lane_rows[:, item.LANE_START]][:, columns], lane_rows[:, item.LANE_KIND]])
-    again = np.zeros(len(key), np.int64)
-    again[1:] = (key[1:] == key[:-1]).all(axis=1)
-    again[lane_rows[:, item.LANE_KIND] == item.CHAIN] = 0
+    opens = np.ones(len(key) + 1, bool)
+    opens[1:-1] = (key[1:] != key[:-1]).any(axis=1)
+    opens[:-1] |= lane_rows[:, item.LANE_KIND] == item.CHAIN
+    first = np.flatnonzero(opens)
+    stop = first[np.searchsorted(first, np.arange(len(key)), side="right")]
+    again: Int64 = stop - np.arange(len(key)) - 1
     return again
 
 

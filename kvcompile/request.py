@@ -3,7 +3,7 @@
 import operator
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import chain
 from operator import attrgetter
 from types import NoneType
@@ -14,13 +14,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcompile import backend
-from kvcompile.backend import Elsewhere, Given
+from kvcompile.backend import Elsewhere, Given, Target
 from kvcompile.errors import RequestError
 from kvcompile.kernels import item
 
 __all__ = ["Request", "gather"]
 
-Int64 = npt.NDArray[np.int64]
 
 LARGEST = 2**63 - 1
 _NOTHING = np.empty(0, np.int64)
@@ -55,9 +54,9 @@ class _WrongKindError(TypeError):
 
 
 def gather(
-    requests: Sequence[Request], src_sizes: Sequence[int], dst_sizes: Sequence[int]
+    requests: Sequence[Request], src_sizes: tuple[int, ...], dst_sizes: tuple[int, ...], target: Target | None = None
 ) -> tuple[Given, tuple[Hashable, ...], dict[int, RequestError]]:
-    """Gather what a batch gives into one array: one Python step a list, none an id.
+    """Gather what a batch gives into one array: no Python step an id, and an array's ids are copied as they are.
 
     msgspec packs all lists at once and a kernel reads them, which costs a fourth of ``numpy.array`` and finds whatever
     is no integer. A batch in which something is odd is gone through once more, item by item, and each fault named.
@@ -67,6 +66,8 @@ def gather(
     requests : sequence of Request
     src_sizes, dst_sizes : sequence of int
         Block sizes in tokens, one a group.
+    target : Target, optional
+        What the batch is to be built for; with ``out`` it is built at once where nothing is left to be said of it.
 
     Returns
     -------
@@ -88,7 +89,9 @@ def gather(
         raise ValueError(f"requests have ids {[*ids]!r:.200}, expected hashable ones: {error}") from error
     errors: dict[int, RequestError] = {}
     groups = len(src_sizes), len(dst_sizes)
-    given = _read(columns, groups, _limit(src_sizes, dst_sizes))
+    if distinct < len(ids):
+        target = _later(target)
+    given = _read(columns, groups, _limit(src_sizes, dst_sizes), target)
     if given is None:
         exact = []
         for number, request in enumerate(requests):
@@ -98,7 +101,7 @@ def gather(
                 errors[number] = error
                 exact.append(Request(None, [[]] * groups[0], [[]] * groups[1]))
         _, *columns = zip(*map(_GIVEN, exact), strict=True)
-        given = _read(columns, groups, item.MOST_TOKENS)
+        given = _read(columns, groups, item.MOST_TOKENS, _later(target))
         if given is None:
             raise AssertionError("requests of exact kinds were not understood")
         if errors:
@@ -109,11 +112,12 @@ def gather(
     return given, ids, errors
 
 
-FEW = 4096
+FEW = 512
 _GIVEN = attrgetter("id", "src_blocks", "dst_blocks", "src_first", "dst_first", "num_tokens")
 _KEPT = frozenset(np.typecodes["Integer"] + "BHI")  # what every value of fits int64
 _PLAIN = frozenset({list, tuple, int, NoneType})
-_KNOWN = _PLAIN | {np.ndarray, Elsewhere}
+_LISTS = frozenset({list, tuple})
+_KNOWN = _LISTS | {np.ndarray, Elsewhere}
 
 
 @lru_cache
@@ -122,37 +126,42 @@ def _limit(src_sizes: Sequence[int], dst_sizes: Sequence[int]) -> int:
     return item.MOST_TOKENS // max((*src_sizes, *dst_sizes, 1))
 
 
-def _read(columns: Sequence[Sequence[Any]], groups: tuple[int, int], limit: int) -> Given | None:
-    """Pack and read the columns of `_GIVEN` but for ids; None if something there is odd."""
+def _later(target: Target | None) -> Target | None:
+    """Return the same target, of a batch that isn't built before something is said of its requests."""
+    return None if target is None else target._replace(out=None)
+
+
+def _read(columns: Sequence[Sequence[Any]], groups: tuple[int, int], limit: int, target: Target | None) -> Given | None:
+    """Pack the columns of `_GIVEN` but for ids, and have them read; None if something there is odd."""
     src, dst, *_ = columns
-    lists: list[npt.NDArray[np.integer] | Elsewhere] = []
     try:
         # What msgspec packs as what it is not: a set as a list, for one. All else the kernel sees.
         if not _PLAIN.issuperset(map(type, chain(*columns))):
             return None
         kinds = set(map(type, chain(*src, *dst)))
-        if kinds <= _PLAIN:
+        if kinds <= _LISTS:
             packed = msgspec.msgpack.encode(columns)
         elif kinds <= _KNOWN:
-            packed = msgspec.msgpack.encode(columns, enc_hook=partial(_keep, lists))
+            packed = msgspec.msgpack.encode(columns, enc_hook=_ids)
         else:
             return None
-        # An id takes a byte at least: where that is little, they need not be counted.
-        ids = sum(map(len, chain(*src, *dst))) if lists or len(packed) > FEW else len(packed)
+        ids = len(packed), len(packed)  # an id takes a byte at least: where that is little, they are not counted
+        if len(packed) > FEW or not kinds <= _LISTS:
+            ids = sum(map(len, chain(*src))), sum(map(len, chain(*dst)))
     except (TypeError, OverflowError, ValueError, RecursionError):
         return None
-    return backend.read(packed, ids, lists, len(src), groups, limit)
+    return backend.read(packed, len(src), groups, ids, limit, target)
 
 
-def _keep(lists: list[npt.NDArray[np.integer] | Elsewhere], value: Any) -> int:
-    """Keep an id list that is an array; its size stands for it. (Anywhere else it is a number too many.)"""
-    if isinstance(value, np.ndarray):
-        if value.ndim != 1 or value.dtype.char not in _KEPT:
-            value = _integers(value)
-    elif not isinstance(value, Elsewhere):
+def _ids(value: Any) -> object:
+    """Return how `kernels.ids.read` takes ids that msgspec does not know."""
+    if isinstance(value, Elsewhere):
+        return {0: len(value)}
+    if not isinstance(value, np.ndarray):
         raise TypeError
-    lists.append(value)
-    return len(value)
+    if value.ndim != 1 or value.dtype.char not in _KEPT:
+        value = _integers(value)
+    return np.ascontiguousarray(value, np.int64).data
 
 
 def _exact(request: Request, src_sizes: Sequence[int], dst_sizes: Sequence[int]) -> Request:

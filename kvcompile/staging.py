@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvcompile import backend
-from kvcompile.backend import Program
+from kvcompile import arena, backend
+from kvcompile.backend import Program, Target
 from kvcompile.errors import RequestError
 from kvcompile.kernels import item
+from kvcompile.program import with_lanes
 from kvcompile.request import Request, gather
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ class Packed:
 
 def apart(program: Program) -> Program:
     """Return a program with those of its lanes whose pieces can never merge."""
-    return program._replace(lanes=program.lanes[program.lanes[:, item.LANE_KIND] == item.APART])
+    return with_lanes(program, program.lanes[program.lanes[:, item.LANE_KIND] == item.APART])
 
 
 def packed_nbytes(plan: "Plan", requests: Sequence[Request]) -> int:
@@ -107,21 +108,22 @@ def pack(plan: "Plan", requests: Sequence[Request], staging: Any, unpacks: bool)
     ValueError
         The buffer is too small, not contiguous, or cannot be written to.
     """
-    given, ids, errors = gather(requests, plan.src.block_size, plan.dst.block_size)
     program = apart(plan._program)
+    given, ids, errors = gather(requests, plan.src.block_size, plan.dst.block_size, Target(program))
     room = span(staging)
     if not unpacks and not room.flags.writeable:
         raise ValueError("staging is read-only, expected writable memory")
     if room.nbytes < (need := backend.most_nbytes(program, given)):
         raise too_small(room.nbytes, need)
-    measured = backend.measure(program, given)
-    src, dst, length = (np.empty(measured.descriptors, np.uint64) for _ in range(3))
-    backend.write(program, given, measured, src, dst, length)
-    spans = backend.pack(dst if unpacks else src, length, measured.spans, room.ctypes.data, unpacks)
+    measured = backend.measure(given, Target(program))
+    memory = arena.take(measured.descriptors)
+    backend.write(given, Target(program, out=memory))
+    src, dst, length = arena.columns(memory, measured.descriptors)
+    spans = backend.pack(dst if unpacks else src, length, given.spans, room.ctypes.data, unpacks)
     found = Found(
         spans,
         plan._failed(requests, given.status, errors) if measured.failed else {},
-        plan._uncovered(requests, given.batch, backend.uncovered(given, measured)) if measured.uncovered else {},
+        plan._uncovered(requests, given.batch, given.uncovered) if measured.missing else {},
     )
     return Packed(ids, found)
 

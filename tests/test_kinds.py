@@ -1,13 +1,14 @@
 """Kinds of ids: integers are taken, whatever holds them; what is none is refused before any conversion (section 5)."""
 
 import array
+import itertools
 from collections.abc import Callable
 
 import msgspec
 import numpy as np
 import pytest
 
-from kvcompile import Request, backend
+from kvcompile import Request, backend, request
 from tests.lists import PLAIN, one, pairs, plain_error
 
 BAD_IDS: list[object] = [
@@ -102,17 +103,28 @@ def test_every_kind_of_integers(make: Callable[[list[int]], object]) -> None:
         assert one(PLAIN, [src], [dst]) == ([(0, 3, 2), (0, 5, 9)], [])
 
 
-SRC, DST = np.array([7, 1, 3, 5]), np.array([2, 9])
-
-
-@pytest.mark.parametrize(("src", "dst", "arrays"), [([7, 1, 3, 5], [2, 9], []), (4, [2, 9], [SRC]), (4, 2, [SRC, DST])])
-def test_lists_that_changed_while_they_were_counted(src: object, dst: object, arrays: list[np.ndarray]) -> None:
+@pytest.mark.parametrize("kinds", [*itertools.product((list, np.array), repeat=2)])
+def test_lists_that_changed_while_they_were_counted(kinds: tuple[Callable[..., object], ...]) -> None:
     """What another thread does to a list meanwhile never leaves the memory that was made for its ids."""
-    packed = msgspec.msgpack.encode([[[src]], [[dst]], [None], [None], [None]])
-    assert [backend.read(packed, count, arrays, 1, (1, 1), 1) for count in range(6)] == [None] * 6
-    given = backend.read(packed, 6, arrays, 1, (1, 1), 1)
-    assert given is not None
-    assert (given.batch.src_ids.tolist(), given.batch.dst_ids.tolist()) == ([7, 1, 3, 5], [2, 9])
+    src, dst = (kind(ids) for kind, ids in zip(kinds, ([7, 1, 3, 5], [2, 9]), strict=True))
+    packed = msgspec.msgpack.encode([[[src]], [[dst]], [None], [None], [None]], enc_hook=request._ids)
+    for room in itertools.product(range(6), repeat=2):
+        given = backend.read(packed, 1, (1, 1), room, 1)
+        if room[0] < 4 or room[1] < 2:
+            assert given is None
+            continue
+        assert given is not None
+        assert (given.batch.src_ids.tolist(), given.batch.dst_ids.tolist()) == ([7, 1, 3, 5], [2, 9])
+
+
+@pytest.mark.parametrize("odd", [b"", b"12345678", {0: 2}, 2, None])
+@pytest.mark.parametrize("where", ["list", "id", "lists"])
+def test_what_ids_of_arrays_are_packed_as_is_no_list(odd: object, where: str) -> None:
+    src = {"list": [odd], "id": [[1, odd, 3]], "lists": odd}[where]
+    if (odd, where) == (2, "id"):
+        return
+    assert plain_error(src, [[2]]).side == "src"
+    assert plain_error([np.array([1, 2])], src).side == "dst"
 
 
 def test_ids_are_not_changed() -> None:

@@ -100,12 +100,12 @@ def test_larger_memory_serves_a_smaller_result() -> None:
 
 
 def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arena, "MAX_NBYTES", 3 * 8 * 1000)
-    held = [PLAN.build(request(0, 400)) for _ in range(8)]
+    monkeypatch.setattr(arena, "MAX_NBYTES", 3 * 8 * 10_000)
+    held = [PLAN.build(request(0, blocks)) for blocks in (400, 4000) * 4]
     held.clear()
     gc.collect()
     PLAN.build(request(0, 400))
-    assert 0 < sum(memory.nbytes for memory in arena._kept) <= 3 * 8 * 1000
+    assert 0 < sum(memory.nbytes for memory in arena._kept) <= 3 * 8 * 10_000
 
 
 def test_results_of_many_threads_are_apart() -> None:
