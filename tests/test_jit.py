@@ -63,7 +63,10 @@ def batch(count: int, form: str) -> list[Request]:
 @pytest.mark.parametrize("form", ["scattered", "runs"])
 @pytest.mark.parametrize("split", [False, True])
 def test_lines_do_not_grow(form: str, split: bool) -> None:
-    """As many lines for 1 layer as for 128, for 16 blocks as for 16,384; whole blocks or one head of two."""
+    """Not with layers (1 to 128), nor with blocks (16 to 16,384); whole blocks or one head of two.
+
+    A result for which no memory is at hand takes a second call of the kernel, and ids that are many are counted.
+    """
     counts = {}
     for layers in (1, 128):
         dst = model(B, layers, size=2, rank=1) if split else model(B, layers)
@@ -72,8 +75,8 @@ def test_lines_do_not_grow(form: str, split: bool) -> None:
             requests = batch(blocks, form)
             plan.build(requests)
             counts[layers, blocks] = line_events(lambda plan=plan, requests=requests: plan.build(requests))
-    assert len(set(counts.values())) == 1, counts
-    assert 0 < counts[1, 16] < 1_000
+    assert max(counts.values()) - min(counts.values()) < 20, counts
+    assert 0 < counts[1, 16] < 200
 
 
 def test_lines_do_not_grow_with_phases() -> None:
