@@ -51,6 +51,16 @@ def test_what_flies_is_held() -> None:
     assert len(kept) >= 6
 
 
+def test_ids_in_flight_are_held_whatever_the_caller_does_to_its_list() -> None:
+    plan = kvcompile.compile(cache(2**40, tp_size=2), cache(2**41))
+    ids = fake_cupy.as_device(np.arange(3))
+    requests = [Request("a", [ids], [[4, 5, 6]])]
+    plan.build(requests, device="cuda")
+    requests.clear()
+    _, kept = memory._flying[-1]
+    assert any(array.held is ids for one in kept if isinstance(one, dict) for array in one.values())
+
+
 def test_gpu_check(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert gpu_check.main(["--small"]) == 0
     printed = capsys.readouterr().out

@@ -98,7 +98,7 @@ class Job:
             memory.follow(stream)
         program_on_device = _upload(plan, program, memory)
         self.made = memory.empty(3 * self.candidates)
-        self.kept = (upload, self.on_device, program_on_device, self.made, requests)
+        self.kept = (upload, self.on_device, program_on_device, self.made, self.arrays)
         self.program, self.work, self.columns = map(memory.for_kernels, (program_on_device, self.on_device, self.made))
         cuda.launch_build(
             memory.launches_on,
