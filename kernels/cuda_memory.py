@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numba import config, cuda, types
 
-__all__ = ["load", "load16", "store", "store16", "stream", "view"]
+__all__ = ["begin", "get", "line", "load", "load16", "part", "size_of", "store", "store16", "stream", "words"]
 
 if config.ENABLE_CUDASIM:
     WORDS = {1: ctypes.c_uint8, 2: ctypes.c_uint16, 4: ctypes.c_uint32, 8: ctypes.c_int64}
@@ -31,6 +31,10 @@ if config.ENABLE_CUDASIM:
         """Write 16 bytes."""
         store(address, low, 8)
         store(address + 8, high, 8)
+
+    def words(address, size):
+        """Return ``size`` int64 words at an address as an array."""
+        return np.ctypeslib.as_array((ctypes.c_int64 * int(size)).from_address(int(address) % 2**64))
 
 else:
     from llvmlite import ir
@@ -99,6 +103,21 @@ else:
 
         return types.void(types.int64, types.int64, types.int64), codegen
 
+    @intrinsic
+    def words(context, address, size):
+        """Return ``size`` int64 words at an address as an array."""
+        kind = types.Array(types.int64, 1, "C")
+
+        def codegen(context, builder, signature, args):
+            array = context.make_array(kind)(context, builder)
+            # Known to be global memory, it is loaded from and stored to as that.
+            data = builder.addrspacecast(pointer(builder, args[0], WORD), ir.PointerType(WORD))
+            eight = ir.Constant(WORD, 8)
+            context.populate_array(array, data=data, shape=[args[1]], strides=[eight], itemsize=eight, meminfo=None)
+            return array._getvalue()
+
+        return kind(types.int64, types.int64), codegen
+
     @cuda.jit(device=True)
     def load(address, nbytes):
         """Return the 1, 2, 4 or 8 bytes at an address, as int64 with zeros above."""
@@ -123,14 +142,41 @@ else:
             store1(address, value)
 
 
+def device_function(function):
+    """Compile a function for the device; in the simulator it is one of Python already."""
+    return function if config.ENABLE_CUDASIM else cuda.jit(device=True, inline="always")(function)
+
+
+@device_function
+def get(base, k):
+    """Return the ``k``-th int64 word at an address."""
+    return load(base + 8 * k, 8)
+
+
+@device_function
+def line(base, columns, number):
+    """Return the address of a line of a table of so many columns."""
+    return base + 8 * columns * number
+
+
+@device_function
+def begin(base, number):
+    """Return the address of a part of the words at an address, of which word k says where part k begins."""
+    return base + 8 * load(base + 8 * number, 8)
+
+
+@device_function
+def size_of(base, number):
+    """Return how many words a part has."""
+    return load(base + 8 * number + 8, 8) - load(base + 8 * number, 8)
+
+
+@device_function
+def part(base, number):
+    """Return a part as an array."""
+    return words(begin(base, number), size_of(base, number))
+
+
 def stream(handle: int) -> Any:
     """Return a ``cudaStream_t`` as launches take it."""
     return cuda.external_stream(handle) if handle and not config.ENABLE_CUDASIM else 0
-
-
-def view(address: int, size: int, owner: Any) -> Any:
-    """Return ``size`` int64 words at an address as an array that kernels take, without waiting for its stream."""
-    if config.ENABLE_CUDASIM:
-        return np.ctypeslib.as_array((ctypes.c_int64 * size).from_address(address))
-    interface = {"shape": (size,), "typestr": "<i8", "data": (address, False), "version": 2}
-    return cuda.from_cuda_array_interface(interface, owner=owner, sync=False)

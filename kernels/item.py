@@ -248,6 +248,8 @@ def candidate(n, rows, count):
 
     Only a lane of one row has several inner slices.
     """
+    if rows * count == 1:
+        return 0, 0, n
     period = n // (rows * count)
     n -= period * rows * count
     return n // count, n % count, period
@@ -268,7 +270,7 @@ def last_start(starts, columns, i):
     """
     low, high = 0, len(starts) // columns
     while high - low > 1:
-        middle = (low + high) // 2
+        middle = (low + high) >> 1
         if starts[middle * columns] <= i:
             low = middle
         else:

@@ -15,7 +15,7 @@ from kvcompile.kernels.check import check_lists, window
 __all__ = ["count_candidates"]
 
 # Parts of `work`, an array of int64 words: part k is work[work[k]:work[k + 1]]. What the host writes comes first, and
-# what it reads back comes last.
+# what it reads back comes last. The device takes what the host writes, but for ids, which it reads where they are.
 (
     AT,  # [lists + 1]: list l is ids[at[l]:at[l + 1]]; all src lists first; a side's by request, then by group
     LISTS,  # [lists, LIST_COLUMNS]
@@ -27,7 +27,7 @@ __all__ = ["count_candidates"]
     COVERS,  # [requests * pairs + 1]: where the dst blocks begin that a (request, pair) has to look at
     REFUSED_ID,  # [requests]: the first id out of bounds, as its place among all ids; NONE
     CONTESTED,  # [requests]: the first conflict; NONE
-    HOST_IDS,  # ids that were given in host memory
+    HOST_IDS,  # ids that were given in host memory; they stay there
     IDS,  # all ids
     SLOTS,  # [dst groups, a power of two above twice the dst ids]: a hash table for each id space
     SUMS,  # [blocks + 1]: per thread block a sum, then what the blocks before it sum up to; the last is the total
@@ -45,14 +45,14 @@ NONE = 2**63 - 1
 # Parts of `program`, the plan's arrays in one, in the same form.
 ROWS, LANES, CLASSES, PAIRS, SRC_GROUPS, DST_GROUPS, SRC_EDGES, DST_EDGES, PROGRAM_PARTS = range(9)
 
-# Columns of a list: its address, bytes from one id to the next, bytes of an id (negative: unsigned).
-LIST_ADDRESS, LIST_STRIDE, LIST_NBYTES, LIST_COLUMNS = range(4)
+# Columns of a list: its address, bytes from one id to the next, bytes of an id (negative: unsigned); whose it is.
+LIST_ADDRESS, LIST_STRIDE, LIST_NBYTES, LIST_SIDE, LIST_REQUEST, LIST_GROUP, LIST_COLUMNS = range(7)
 
 # Columns of a request: the status that the host found, and whether its id is given twice.
 GIVEN_CODE, GIVEN_SIDE, GIVEN_GROUP, GIVEN_POSITION, GIVEN_OTHER, GIVEN_TWICE, GIVEN_COLUMNS = range(7)
 
-# Columns of a (request, class): its periods.
-WINDOW_START, WINDOW_STOP, WINDOW_COLUMNS = range(3)
+# Columns of a (request, class): its periods, and where among all ids those of period 0 would be.
+WINDOW_START, WINDOW_STOP, WINDOW_SRC_AT, WINDOW_DST_AT, WINDOW_COLUMNS = range(5)
 
 # Columns of a (request, lane): its first candidate among all, and the period that it starts with.
 SEGMENT_AT, SEGMENT_PERIOD, SEGMENT_COLUMNS = range(3)
@@ -101,9 +101,15 @@ def count_candidates(program, batch, status, aligned, windows, segments, covers,
                 covered += uncertain(program, batch, r, p, aligned[r, p])
         if good:
             for c in range(len(program.classes)):
-                start, stop = window(program.classes[c], aligned[r, program.classes[c, item.CLASS_PAIR]])
+                kind = program.classes[c]
+                pair, line = program.pairs[kind[item.CLASS_PAIR]], aligned[r, kind[item.CLASS_PAIR]]
+                start, stop = window(kind, line)
                 if stop > start:
+                    s = batch.src_at[r * len(program.src_groups) + pair[item.SRC_GROUP]]
+                    d = batch.src_at[-1] + batch.dst_at[r * len(program.dst_groups) + pair[item.DST_GROUP]]
                     windows[r, c, WINDOW_START], windows[r, c, WINDOW_STOP] = start, stop
+                    windows[r, c, WINDOW_SRC_AT] = s + line[item.SRC_SHIFT] + kind[item.SRC_PHASE]
+                    windows[r, c, WINDOW_DST_AT] = d + line[item.DST_SHIFT] + kind[item.DST_PHASE]
         for number in range(lanes):
             segments[r * lanes + number, SEGMENT_AT], segments[r * lanes + number, SEGMENT_PERIOD] = at, 0
             if not good or number >= len(program.lanes):

@@ -4,7 +4,6 @@ It runs in a process of its own (`make sim`): the simulator is chosen before Num
 """
 
 import random
-import resource
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -17,11 +16,8 @@ from numba import config
 
 import kvcompile
 from kvcompile import Cache, Descriptors, Field, Group, Plan, Region, Request, device
-from kvcompile.device import job
-from kvcompile.device.ids import Lists, stand_in
 from kvcompile.kernels import cuda as grids
 from kvcompile.kernels import cuda_check, cuda_descriptors, cuda_scan, item
-from kvcompile.request import gather
 from tests import batches, strategies
 from tests.simulated import OnDevice, SimulatedMemory, cache, on_host
 
@@ -128,6 +124,24 @@ def test_nulls_and_cover() -> None:
     assert made.length.max() > 5 * 128
 
 
+def test_nulls_behind_the_first() -> None:
+    """A run goes on behind more nulls than a thread block is long, from the very first candidate."""
+    plan = kvcompile.compile(cache(HIGH, null=0), cache(FAR))
+    src, dst = [20, *[0] * 40, 21, 22, 30], [50, *range(100, 140), 51, 52, 53]
+    made = both(plan, [Request("a", [src], [OnDevice(np.array(dst))])])
+    assert made.length.tolist() == [3 * 128, 128] * 2
+
+
+def test_neighbours_stay_apart() -> None:
+    """Pieces that touch do not merge from lane to lane, nor from request to request."""
+    ids = OnDevice(np.arange(40))
+    plan = kvcompile.compile(cache(HIGH, blocks=40), cache(FAR, blocks=40))
+    assert both(plan, [Request("a", [ids], [ids])]).length.tolist() == [40 * 128] * 2
+    plan = kvcompile.compile(cache(HIGH, layers=1), cache(FAR, layers=1))
+    made = both(plan, [Request(first, [range(first, first + 20)], [range(first, first + 20)]) for first in (0, 20)])
+    assert made.length.tolist() == [20 * 128] * 2
+
+
 @pytest.mark.parametrize("sizes", [(4, 16), (16, 4), (12, 8)])
 def test_chains(sizes: tuple[int, int]) -> None:
     """Blocks of other sizes on the other side: rows of a lane touch each other, with nulls and cut ends between."""
@@ -190,10 +204,15 @@ def faults() -> Iterator[tuple[str, list[Request]]]:
 FAULTS = dict(faults())
 
 
+@pytest.mark.parametrize(("few", "tp_size"), [(0, 1), (192, 1), (192, 2)])
 @pytest.mark.parametrize("name", FAULTS)
-def test_faults(name: str) -> None:
-    """The first error of each request, in the same words; its neighbours are whole."""
-    plan = kvcompile.compile(cache(HIGH, layers=1), cache(FAR, layers=1))
+def test_faults(name: str, few: int, tp_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first error of each request, in the same words; its neighbours are whole.
+
+    In one launch and in several; of blocks that merge, and of slices that cannot.
+    """
+    monkeypatch.setattr(cuda_check, "FEW", few)
+    plan = kvcompile.compile(cache(HIGH, layers=1, tp_size=tp_size), cache(FAR, layers=1))
     made = both(plan, FAULTS[name])
     assert "good" not in made.failed
 
@@ -246,29 +265,14 @@ def test_cutting(max_length: int | None) -> None:
         assert max_length != 100 or made.length.max() == 100
 
 
-def test_pinned() -> None:
-    plan = kvcompile.compile(cache(HIGH, tp_size=2), cache(FAR))
-    requests = [Request("a", [scattered(1, 300, 40)], [OnDevice(np.array(scattered(2, 300, 40)))])]
+@pytest.mark.parametrize("null", [None, 7])
+@pytest.mark.parametrize("src_size", [1, 2])
+def test_pinned(src_size: int, null: int | None) -> None:
+    """Written there at once where nothing may merge or be missing, else brought there."""
+    plan = kvcompile.compile(cache(HIGH, tp_size=src_size), cache(FAR, null=null))
+    requests = [Request("a", [runs(1, 300, 40)], [OnDevice(np.array(runs(2, 300, 40)))])]
     both(plan, requests, pinned=True)
     both(plan, requests, 30, pinned=True)
-
-
-def test_ids_on_the_device_cost_the_host_nothing() -> None:
-    """Only their number is known here, and their place in no page of memory. Those given on the host are kept."""
-
-    class Many:
-        __cuda_array_interface__ = {"shape": (2**27,), "typestr": "<i4", "data": (64, False), "version": 3}  # noqa: RUF012
-
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    changed, arrays = stand_in([Request("a", [Many()], [[1, 2]]), Request("b", [[3]], [Many()])])
-    given, *_ = gather(changed[:1], [4], [4])
-    batch = given.batch
-    assert (batch.src_at.tolist(), given.status[0, item.CODE]) == ([0, 2**27], item.OK)
-    assert len(arrays) == 2
-    lists = Lists(batch, {(0, 0, 0): arrays[0, 0, 0]}, 1, 1)
-    assert lists.host_ids.tolist() == [1, 2]
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**18, "kibibytes"
-    assert lists.table(640).tolist() == [[64, 4, 4], [640, 8, 8]]
 
 
 def test_result() -> None:
@@ -290,16 +294,6 @@ def test_result() -> None:
     assert memory.waits == 2
     with pytest.raises(ValueError, match="out is"):
         plan.build(requests, out=built)
-
-
-def test_a_plan_is_uploaded_once() -> None:
-    plan, memory = kvcompile.compile(cache(HIGH, tp_size=2), cache(FAR)), SimulatedMemory()
-    for _ in range(3):
-        device.build(plan, [Request("a", [[1]], [[2]])], memory)
-    assert memory.uploads == 4
-    device.build(plan.with_table(plan.table[:1]), [Request("a", [[1]], [[2]])], memory)
-    assert memory.uploads == 6
-    assert len(job._uploaded[plan]) == 1
 
 
 def test_nothing_to_send() -> None:

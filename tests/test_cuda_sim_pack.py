@@ -17,7 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarn
 def test_scan(size: int, largest: int) -> None:
     values = np.random.default_rng(size).integers(0, 2**60, size)
     work = np.array([2, 2 + size + 1, *values, 77])
-    cuda_scan.launch(cuda_scan.scan, 1, 0, work, 0, size, largest)
+    cuda_scan.scan[1, cuda_scan.WIDE](work.ctypes.data, 0, size, largest)
     whole = [-1 if largest else 0, *(np.maximum.accumulate(values) if largest else np.cumsum(values))]
     assert work[2:].tolist() == whole
 
@@ -57,11 +57,12 @@ def test_pack_and_unpack() -> None:
             device.pack(plan, requests, OnDevice(staged[: room - 1]), memory, False)
 
 
+@pytest.mark.parametrize("longest", [9000, 1000, 33])
 @pytest.mark.parametrize("unpacks", [False, True])
-def test_copies_of_any_alignment(unpacks: bool) -> None:
+def test_copies_of_any_alignment(unpacks: bool, longest: int) -> None:
     """Every pair of alignments, lengths around the widths of copies and of tiles; not one byte beside them."""
     generator = np.random.default_rng(1)
-    lengths = [*range(1, 36, 2), 512, 513, 2047, 2048, 4097, 9000]
+    lengths = [n for n in (*range(1, 36, 2), 512, 513, 1000, 2047, 2048, 4097, 9000) if n <= longest]
     memory = SimulatedMemory()
     source, target = generator.integers(0, 255, 200_000, np.uint8), np.zeros(200_000, np.uint8)
     for shift in (0, 1, 8):
@@ -81,7 +82,11 @@ def test_copies_of_any_alignment(unpacks: bool) -> None:
         work[ends[known.SPANS] : ends[known.SPANS] + 2] = 0, len(sizes)
         target[:] = 0
         staging = packed.ctypes.data + shift
-        cuda_descriptors.launch_copy(0, work[:0], work, columns, len(sizes), 1, staging, max(lengths), int(unpacks))
+        told = memory.empty(4)
+        work_at, columns_at, told_at = map(memory.address, (work, columns, told))
+        cuda_descriptors.launch_copy(
+            memory.run, 0, work_at, columns_at, len(sizes), staging, max(lengths), int(unpacks), told_at
+        )
         expected, at = np.zeros_like(target), shift
         for start, size in zip(starts, sizes, strict=True):
             if unpacks:
@@ -91,3 +96,4 @@ def test_copies_of_any_alignment(unpacks: bool) -> None:
             at += size
         np.testing.assert_array_equal(target, expected)
         assert work[ends[known.CUT_SPANS] : ends[known.CUT_SPANS] + 2].tolist() == [0, sizes.sum()]
+        assert told[2:].tolist() == [0, sizes.sum()]

@@ -40,21 +40,20 @@ def warm(memory: Memory) -> None:
     words |= {known.OFFSETS: 1, known.SPANS: 1, known.CUT_SPANS: 1}
     sizes = [words.get(part, 0) for part in range(known.WORK_PARTS)]
     with memory:
-        arrays, kept = [], []
+        arrays = []
         for parts in ([0] * known.PROGRAM_PARTS, sizes):
-            upload = memory.pinned(len(parts) + 1 + sum(parts))
-            upload[:] = 0
-            upload[: len(parts) + 1] = len(parts) + 1 + np.cumsum([0, *parts])
-            arrays.append(memory.empty(len(upload)))
-            memory.upload(arrays[-1], upload)
-            kept.append(upload)
-        arrays += [memory.empty(3), memory.empty(3)]
-        program, work, columns, others = map(memory.for_kernels, arrays)
-        cuda.launch_build(memory.launches_on, program, work, columns, 1, 1, 1, 1, 1, 1)
-        cuda_descriptors.launch_cut(memory.launches_on, program, work, columns, others, 1, 0, 1)
-        cuda_descriptors.launch_bring(memory.launches_on, work, columns, others, known.SPANS, 1)
-        cuda_descriptors.launch_copy(memory.launches_on, program, work, columns, 1, 0, 0, 1, 0)
-        memory.wait(memory.mark(arrays, kept))
+            arrays.append(memory.pinned(len(parts) + 1 + sum(parts)))
+            arrays[-1][:] = 0
+            arrays[-1][: len(parts) + 1] = len(parts) + 1 + np.cumsum([0, *parts])
+        arrays += [memory.empty(len(arrays[1])), memory.empty(3), memory.empty(3), memory.pinned(2)]
+        program, given, work, columns, others, report = map(memory.address, arrays)
+        taken = len(arrays[1])
+        cuda.launch_build(memory.run, program, work, given, taken, columns, report, 1, 0, 1, 1, 1, 1)
+        cuda.launch_build(memory.run, program, work, given, taken, columns, report, 1, 0, 0, 0, 0, 0)
+        cuda_descriptors.launch_cut(memory.run, program, work, columns, 1, others, 1, 1, report)
+        cuda_descriptors.launch_bring(memory.run, work, columns, others, 1, known.SPANS)
+        cuda_descriptors.launch_copy(memory.run, program, work, columns, 1, 0, 1, 0, report)
+        memory.wait(memory.mark(arrays))
 
 
 def build_on(
@@ -108,27 +107,25 @@ def build(
     cuts = max_length is not None or any(plan.src.chunks) or any(plan.dst.chunks)
     most = min(max_length or 0, 2**63 - 1)
     with memory:
-        job = Job(plan, plan._program, requests, memory, most, cuts)
-        made, columns, spans = job.made, job.columns, known.SPANS
+        job = Job(plan, plan._program, requests, memory, most, cuts, pinned)
+        made, size, spans = job.made, job.candidates, known.SPANS
         if cuts:
-            made, spans = memory.empty(3 * job.descriptors), known.CUT_SPANS
-            columns = memory.for_kernels(made)
+            made, size, spans = memory.empty(3 * job.descriptors), job.descriptors, known.CUT_SPANS
             cuda_descriptors.launch_cut(
-                memory.launches_on,
+                memory.run,
                 job.program,
                 job.work,
                 job.columns,
-                columns,
                 job.candidates,
-                len(requests),
+                memory.address(made),
+                size,
                 most or 2**63 - 1,
+                job.report,
             )
         kept = made
-        if pinned:
-            made = memory.pinned(3 * job.descriptors)
-            cuda_descriptors.launch_bring(
-                memory.launches_on, job.work, columns, memory.for_kernels(made), spans, job.descriptors
-            )
+        if pinned and not job.direct:
+            made = memory.pinned(3 * size)
+            cuda_descriptors.launch_bring(memory.run, job.work, memory.address(kept), memory.address(made), size, spans)
         report = Report(job, spans, kept, made)
     result = DeviceDescriptors() if out is None else out
     result._hold(report, made)
@@ -166,26 +163,27 @@ def pack(plan: "Plan", requests: Sequence[Request], staging: Any, memory: Memory
     with memory:
         if follows is not None:
             memory.follow(follows)
-        job = Job(plan, program, requests, memory, 0, True)
+        job = Job(plan, program, requests, memory, 0, True, False)
         if nbytes < job.nbytes:
+            memory.mark(*job.kept)
             raise too_small(nbytes, job.nbytes)
         cuda_descriptors.launch_copy(
-            memory.launches_on,
+            memory.run,
             job.program,
             job.work,
             job.columns,
             job.candidates,
-            len(requests),
             int64(address),
             int(program.rows[program.lanes[:, item.LANE_START], item.LENGTH].max(initial=0)),
             int(unpacks),
+            job.report,
         )
         report = Report(job, known.CUT_SPANS, staging)
     return Packed(report.ids, report)
 
 
 class Report:
-    """What comes back of a job: statuses and counts, in one copy. Whoever asks waits for it.
+    """What comes back of a job: statuses and counts. Whoever asks waits for it.
 
     Parameters
     ----------
@@ -201,10 +199,7 @@ class Report:
         self.memory = job.memory
         self._job: Job | None = job
         self._spans_part, self._lock = spans, threading.Lock()
-        stop = job.starts[known.MARKS + (1 if job.covers else 0)]
-        self._words = job.memory.pinned(stop - job.starts[known.SPANS])
-        job.memory.download(self._words, job.on_device, job.starts[known.SPANS])
-        self._event = job.memory.mark(*job.kept, *kept, self._words)
+        self._event = job.memory.mark(*job.kept, *kept)
 
     def wait(self) -> None:
         """Wait until the job is done; the first time, read what it found."""
@@ -213,14 +208,14 @@ class Report:
             if job is None:
                 return
             self.memory.wait(self._event)
-            self.spans: Int64 = job.part(self._words, self._spans_part).copy()
-            status = job.part(self._words, known.STATUS).reshape(-1, item.STATUS_COLUMNS)
+            self.spans: Int64 = job.part(self._spans_part).copy()
+            status = job.part(known.STATUS).reshape(-1, item.STATUS_COLUMNS)
             self.failed: dict[Hashable, RequestError] = {}
             self.uncovered: dict[Hashable, list[tuple[int, int]]] = {}
             if status[:, item.CODE].any():
-                shown = self._shown(job, status, job.part(self._words, known.VALUES))
+                shown = self._shown(job, status, job.part(known.VALUES))
                 self.failed = job.plan._failed(shown, status, job.errors)
-            marks = job.part(self._words, known.MARKS) if job.covers else _NO_MARKS
+            marks = job.part(known.MARKS) if job.covers else _NO_MARKS
             if marks.any():
                 self.uncovered = job.plan._uncovered(job.requests, job.batch, marks)
             self._job = None

@@ -151,22 +151,32 @@ class Lists:
         All src lists, then all dst lists.
     host_ids : int64 array
         The ids that were given in host memory.
+    table : int64 array [lists, LIST_COLUMNS]
+        As `known.LISTS`; `put` completes it.
     """
 
     def __init__(
         self, batch: Batch, arrays: dict[tuple[int, int, int], DeviceArray], src_groups: int, dst_groups: int
     ) -> None:
-        src_lists = len(batch.src_at) - 1
+        src_lists, dst_lists = len(batch.src_at) - 1, len(batch.dst_at) - 1
         self.at = np.concatenate([batch.src_at, batch.src_at[-1] + batch.dst_at[1:]])
+        self.table = np.full((src_lists + dst_lists, known.LIST_COLUMNS), 8, np.int64)
+        for side, groups, lists in (
+            (0, src_groups, self.table[:src_lists]),
+            (1, dst_groups, self.table[src_lists:]),
+        ):
+            lists[:, known.LIST_SIDE] = side
+            if len(lists):
+                numbers = np.arange(len(lists))
+                lists[:, known.LIST_REQUEST], lists[:, known.LIST_GROUP] = np.divmod(numbers, groups)
         sizes = np.diff(self.at)
         self._on_host = np.ones(len(sizes), bool)
-        self._table = np.full((len(sizes), known.LIST_COLUMNS), 8, np.int64)
         for (side, number, group), array in arrays.items():
             at = src_lists + number * dst_groups + group if side else number * src_groups + group
             if group < (dst_groups if side else src_groups) and sizes[at] == array.size:  # else its request is refused
                 nbytes = array.dtype.itemsize if array.dtype.kind == "i" else -array.dtype.itemsize
                 self._on_host[at] = False
-                self._table[at] = int64(array.address), array.stride, nbytes
+                self.table[at, : known.LIST_SIDE] = int64(array.address), array.stride, nbytes
         # Those ids alone: what stands in for ids on the device is never looked at.
         ends, src_count = self.at.tolist(), len(batch.src_ids)
         pieces = [batch.src_ids[:0]]
@@ -177,10 +187,9 @@ class Lists:
         sizes[~self._on_host] = 0
         self._starts = np.cumsum(sizes) - sizes
 
-    def table(self, address: int) -> Int64:
-        """Return the table of `known.LISTS`, given where the host's ids will be on the device."""
-        self._table[self._on_host, known.LIST_ADDRESS] = int64(address) + 8 * self._starts[self._on_host]
-        return self._table
+    def put(self, address: int) -> None:
+        """Complete the table, given where the host's ids are for the device."""
+        self.table[self._on_host, known.LIST_ADDRESS] = int64(address) + 8 * self._starts[self._on_host]
 
 
 def int64(address: int) -> int:

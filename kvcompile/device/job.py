@@ -39,12 +39,19 @@ class Job:
         Bytes at which descriptors will be cut; 0: none.
     weighs : bool
         Whether descriptors will be cut or copied, which takes more room.
+    pinned : bool
+        Whether descriptors are wanted in pinned memory; the caller brings them there if ``direct`` is not set.
 
     Attributes
     ----------
-    program, work, columns : arrays as kernels take them
-    on_device, made : arrays of `Memory`
-        What ``work`` and ``columns`` are; the latter has room for ``candidates`` descriptors.
+    program, work, columns, report : int
+        Addresses, as kernels take them.
+    made : array of `Memory`
+        What ``columns`` is; it has room for ``candidates`` descriptors.
+    told : int64 array
+        Pinned memory, for what the host reads once the job is done: the parts from `known.SPANS` on.
+    direct : bool
+        Whether ``made`` is in pinned memory.
     candidates, descriptors, nbytes : int
         Candidates; no more than so many descriptors after cutting, and bytes, come out.
     requests : list of Request
@@ -52,7 +59,14 @@ class Job:
     """
 
     def __init__(
-        self, plan: "Plan", program: Program, requests: Sequence[Request], memory: Memory, most: int, weighs: bool
+        self,
+        plan: "Plan",
+        program: Program,
+        requests: Sequence[Request],
+        memory: Memory,
+        most: int,
+        weighs: bool,
+        pinned: bool,
     ) -> None:
         from kvcompile.kernels import cuda, cuda_scan  # noqa: PLC0415 (numba.cuda is for those alone who ask for it)
 
@@ -82,41 +96,43 @@ class Job:
             self.starts.append(self.starts[-1] + size)
         self.covers = covered > 0
 
-        self.on_device = memory.empty(self.starts[-1])
+        work, host_ids, first = memory.empty(self.starts[-1]), self.starts[known.HOST_IDS], self.starts[known.SPANS]
         upload[: len(self.starts)] = self.starts
-        table = lists.table(memory.address(self.on_device) + 8 * self.starts[known.HOST_IDS])
-        given = np.column_stack([self.status, self.batch.twice])
-        none = np.full(count, known.NONE)
-        for part, values in (
-            *((known.AT, lists.at), (known.LISTS, table), (known.NUM_TOKENS, self.batch.num_tokens)),
-            *((known.GIVEN, given), (known.REFUSED_ID, none), (known.CONTESTED, none)),
-            (known.HOST_IDS, lists.host_ids),
-        ):
-            parts[part][:] = values.ravel()
-        memory.upload(self.on_device, upload)
+        self.work, given = memory.address(work), memory.address(upload)
+        lists.put(given + 8 * host_ids)
+        of_requests = parts[known.GIVEN].reshape(count, known.GIVEN_COLUMNS)
+        of_requests[:, : known.GIVEN_TWICE], of_requests[:, known.GIVEN_TWICE] = self.status, self.batch.twice
+        parts[known.AT][:], parts[known.LISTS][:] = lists.at, lists.table.ravel()
+        parts[known.NUM_TOKENS][:], parts[known.HOST_IDS][:] = self.batch.num_tokens, lists.host_ids
+        parts[known.REFUSED_ID][:] = parts[known.CONTESTED][:] = known.NONE
         for stream in {array.stream for array in self.arrays.values() if array.stream is not None}:
             memory.follow(stream)
         program_on_device = _upload(plan, program, memory)
-        self.made = memory.empty(3 * self.candidates)
-        self.kept = (upload, self.on_device, program_on_device, self.made, requests)
-        self.program, self.work, self.columns = map(memory.for_kernels, (program_on_device, self.on_device, self.made))
+        self.direct = pinned and not (weighs or gaps or merges)
+        self.made = (memory.pinned if self.direct else memory.empty)(3 * self.candidates)
+        self.told = memory.pinned(self.starts[known.MARKS + (1 if self.covers else 0)] - first)
+        self.kept = (upload, work, program_on_device, self.made, self.told, requests)
+        self.program, self.columns, self.report = map(memory.address, (program_on_device, self.made, self.told))
         cuda.launch_build(
-            memory.launches_on,
+            memory.run,
             self.program,
             self.work,
+            given,
+            host_ids,
             self.columns,
+            self.report,
+            len(self.told),
             int(lists.at[-1]),
-            count,
             self.candidates,
             covered,
             gaps,
             merges,
         )
 
-    def part(self, report: Int64, number: int) -> Int64:
-        """Return a part of the report, which begins with the spans."""
+    def part(self, number: int) -> Int64:
+        """Return a part of what the host reads."""
         first = self.starts[known.SPANS]
-        return report[self.starts[number] - first : self.starts[number + 1] - first]
+        return self.told[self.starts[number] - first : self.starts[number + 1] - first]
 
 
 def _given_sizes(program: Program, requests: int, lists: int, host_ids: int) -> list[int]:

@@ -103,18 +103,13 @@ class Memory:
 
     def __init__(self, number: int | None, handle: int | None) -> None:
         self._cupy = importlib.import_module("cupy")
-        self._kernels = importlib.import_module("kvcompile.kernels.cuda_memory")
         self._runtime = self._cupy.cuda.runtime
         self._device = self._cupy.cuda.Device() if number is None else self._cupy.cuda.Device(number)
+        self.key = int(self._device.id)
         with self._device:
             current = self._cupy.cuda.get_current_stream()
             self._stream = current if handle is None else self._external(handle)
-            self.launches_on = self._kernels.stream(self._stream.ptr)
-
-    @property
-    def key(self) -> int:
-        """The device's number."""
-        return int(self._device.id)
+            self._launches_on = importlib.import_module("kvcompile.kernels.cuda_memory").stream(self._stream.ptr)
 
     def __enter__(self) -> "Memory":
         self._device.__enter__()
@@ -138,17 +133,15 @@ class Memory:
         """Return where an array of either memory begins."""
         return int(array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr)
 
-    def for_kernels(self, array: Any) -> Any:
-        """Return an array of either memory as kernels take it."""
-        return self._kernels.view(self.address(array), len(array), array)
+    def run(self, kernel: Any, blocks: int, threads: int, *args: int) -> None:
+        """Enqueue a kernel on the stream."""
+        kernel[blocks, threads, self._launches_on](*args)
 
     def upload(self, to: Any, words: Int64) -> None:
         """Enqueue a copy from pinned memory to the start of a device array; pinned memory is to be kept till then."""
-        self._copy(self.address(to), words.ctypes.data, words.nbytes, self._runtime.memcpyHostToDevice)
-
-    def download(self, words: Int64, source: Any, start: int) -> None:
-        """Enqueue a copy into pinned memory, from word ``start`` of a device array."""
-        self._copy(words.ctypes.data, self.address(source) + 8 * start, words.nbytes, self._runtime.memcpyDeviceToHost)
+        self._runtime.memcpyAsync(
+            self.address(to), self.address(words), words.nbytes, self._runtime.memcpyHostToDevice, self._stream.ptr
+        )
 
     def as_uint64(self, array: Any, start: int, size: int) -> Any:
         """Return part of an array of either memory as a uint64 array that numpy, or CuPy and torch, take."""
@@ -181,11 +174,8 @@ class Memory:
 
     def wait_on_device(self, event: Any) -> None:
         """Let this stream wait for an event."""
-        self._stream.wait_event(event)
+        if not event.done:
+            self._stream.wait_event(event)
 
     def _external(self, handle: int) -> Any:
         return self._cupy.cuda.Stream.from_external(_Given(handle))
-
-    def _copy(self, to: int, source: int, nbytes: int, kind: int) -> None:
-        if nbytes:
-            self._runtime.memcpyAsync(to, source, nbytes, kind, self._stream.ptr)
