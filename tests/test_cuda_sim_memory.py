@@ -41,14 +41,48 @@ def test_build_on_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     assert followed == [1] * 5
 
 
-def test_what_flies_is_held() -> None:
-    """Memory in use stays alive until its event is done, even if nobody keeps the result."""
-    plan = kvcompile.compile(cache(2**40, tp_size=2), cache(2**41))
-    before = len(memory._flying)
-    plan.build([Request("a", [[0]], [[0]])], device="cuda")
-    assert 0 < len(memory._flying) <= before + 2
-    _, kept = memory._flying[-1]
-    assert len(kept) >= 6
+@pytest.mark.parametrize("what", ["build", "pinned", "merges", "cut", "cut, pinned", "pack", "too small"])
+def test_what_flies_is_held(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All memory that a kernel is told of stays alive until its event is done, even if nobody keeps anything."""
+    addresses: set[int] = set()
+    kept: list[Any] = []
+    run, upload, mark = memory.Memory.run, memory.Memory.upload, memory.Memory.mark
+
+    def running(self: memory.Memory, kernel: Any, blocks: int, threads: int, *args: int) -> None:
+        addresses.update(args)
+        run(self, kernel, blocks, threads, *args)
+
+    def uploading(self: memory.Memory, to: Any, words: Any) -> None:
+        addresses.update((self.address(to), self.address(words)))
+        upload(self, to, words)
+
+    def marking(self: memory.Memory, *given: Any) -> Any:
+        event = mark(self, *given)
+        assert memory._flying[-1] == (event, given)
+        kept.extend(given)
+        return event
+
+    monkeypatch.setattr(memory.Memory, "run", running)
+    monkeypatch.setattr(memory.Memory, "upload", uploading)
+    monkeypatch.setattr(memory.Memory, "mark", marking)
+    bytes_of_src = np.zeros(2 * 300 * 128, np.uint8)
+    merges = 1 if what == "merges" else 2
+    plan = kvcompile.compile(cache(bytes_of_src.ctypes.data, tp_size=merges), cache(2**41))
+    ids, staging = fake_cupy.as_device(np.arange(3)), fake_cupy.as_device(np.zeros(2 * 4 * 128, np.uint8))
+    requests = [Request("a", [ids], [[4, 5, 6]]), Request("b", [[7]], [fake_cupy.as_device(np.arange(1))])]
+    if what == "too small":
+        with pytest.raises(ValueError, match="at least"):
+            plan.pack(requests, staging[:3], device="cuda")
+    elif what == "pack":
+        plan.pack(requests, staging, device="cuda")
+        addresses.add(staging.data.ptr)
+    else:
+        plan.build(requests, device="cuda", pinned="pinned" in what, max_length=50 if "cut" in what else None)
+    on_device = [array.held for one in kept if isinstance(one, dict) for array in one.values()]
+    held = {array.ctypes.data for array in kept + on_device if isinstance(array, np.ndarray)}
+    assert {address for address in addresses if 2**20 < address < 2**60} <= held
+    assert ids.data.ptr in held
+    assert len(held) >= 7
 
 
 def test_gpu_check(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

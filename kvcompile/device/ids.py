@@ -31,6 +31,8 @@ class DeviceArray(NamedTuple):
         Items.
     stream : int or None
         The stream on which its contents may still be under way; None: no need to care.
+    held : object
+        What its memory lives as long as.
     """
 
     address: int
@@ -38,6 +40,7 @@ class DeviceArray(NamedTuple):
     dtype: np.dtype[Any]
     size: int
     stream: int | None
+    held: Any
 
 
 class NoIds:
@@ -66,7 +69,7 @@ def describe(array: Any) -> DeviceArray | str | None:
         return f"a CUDA array of shape {shape} and type {interface['typestr']}"
     strides = interface.get("strides")
     stride = dtype.itemsize if strides is None else strides[0]
-    return DeviceArray(interface["data"][0] or 0, stride, dtype, shape[0], interface.get("stream"))
+    return DeviceArray(interface["data"][0] or 0, stride, dtype, shape[0], interface.get("stream"), array)
 
 
 def span_of(array: Any) -> tuple[int, int, int | None]:

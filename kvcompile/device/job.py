@@ -111,7 +111,7 @@ class Job:
         self.direct = pinned and not (weighs or gaps or merges)
         self.made = (memory.pinned if self.direct else memory.empty)(3 * self.candidates)
         self.told = memory.pinned(self.starts[known.MARKS + (1 if self.covers else 0)] - first)
-        self.kept = (upload, work, program_on_device, self.made, self.told, requests)
+        self.kept = (upload, work, program_on_device, self.made, self.told, self.arrays)
         self.program, self.columns, self.report = map(memory.address, (program_on_device, self.made, self.told))
         cuda.launch_build(
             memory.run,
