@@ -83,6 +83,18 @@ def test_pieces_apart() -> None:
     assert len(both(plan, requests)) == 260
 
 
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_many_requests(tp_size: int) -> None:
+    """More than a thread block has threads, some of them failed, some empty: where each begins follows from all."""
+    plan = kvcompile.compile(cache(HIGH, layers=1, tp_size=tp_size), cache(FAR, layers=1))
+    requests = [
+        Request(n, [[n, 300 if n % 7 == 3 else 299][: n % 3]], [[2 * n, 2 * n + 1][: n % 3]]) for n in range(70)
+    ]
+    made = both(plan, requests)
+    assert len(made.failed) == 3
+    assert len(set(made.spans.tolist())) == 70 - 24 - 3 + 1
+
+
 @pytest.mark.parametrize("dtype", ["i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8"])
 def test_every_integer_type(dtype: str) -> None:
     plan = kvcompile.compile(cache(HIGH, layers=1, tp_size=2), cache(FAR, layers=1))

@@ -38,12 +38,15 @@ PLAIN = Suite(
     {"NUMBA_DISABLE_JIT": "1"},
 )
 SIMULATED = Suite(
-    ("tests/test_cuda_sim.py", "tests/test_cuda_sim_pack.py"),
-    "faults or nulls or runs or scan or cutting or copies or integer_type",
+    ("tests/test_cuda_sim.py", "tests/test_cuda_sim_pack.py", "tests/test_cuda_sim_memory.py"),
+    "faults or nulls or runs or scan or cutting or copies or integer_type or bridged or many or held",
     {"NUMBA_DISABLE_JIT": "1", "NUMBA_ENABLE_CUDASIM": "1"},
 )
 COMPILED = Suite(("tests/test_staging.py",), "", {})
-SUITES = {"kernels/cuda": SIMULATED, "kernels/known": SIMULATED, "kernels/pack": COMPILED, "": PLAIN}
+SUITES = {
+    **dict.fromkeys(("kernels/cuda", "kernels/known", "kvcompile/device"), SIMULATED),
+    **{"kernels/pack": COMPILED, "": PLAIN},
+}
 """By the beginning of a fault's file: the first that fits."""
 
 
@@ -131,15 +134,35 @@ MUTANTS = [
     Mutant("packed pieces lie on each other", "kernels/pack.py", "at += length[i]", "at += length[i] - 1"),
     Mutant("the host says that nothing merges", "kernels/known.py", "merges |= lane[item.LANE_KIND] != item.APART", "pass"),
     Mutant("a run ends with its thread block", "kernels/cuda.py",
-           "before = max(before, part(work, known.LASTS)[cuda.blockIdx.x])", "pass"),
+           "before = max(before, get(begin(work, known.LASTS), cuda.blockIdx.x))", "pass"),
     Mutant("the grid is one thread short", "kernels/cuda_check.py",
-           "    if k >= len(ids):\n        return\n    at, lists", "    if k >= len(ids) - 1:\n        return\n    at, lists"),
+           "for k in range(here(), len(ids), threads()):", "for k in range(here(), len(ids) - 1, threads()):"),
     Mutant("only the later of two conflicts fails on a device", "kernels/cuda_check.py",
-           "cuda.atomic.min(contested, other, event)", "pass"),
+           "cuda.atomic.min(contested, get(of, known.LIST_REQUEST), event)", "pass"),
+    Mutant("a failed request moves the ones behind it", "kernels/cuda_check.py",
+           "if r < requests and get(status, r * item.STATUS_COLUMNS + item.CODE) == item.OK:", "if r < requests:"),
+    Mutant("spans forget all but the last of many requests", "kernels/cuda_check.py", "carry += total", "carry = total"),
+    Mutant("a failed request is spread", "kernels/cuda.py", "if not is_good(work, r):\n        return\n    _, src_at",
+           "_, src_at"),
+    Mutant("the host misses a word", "kernels/cuda.py", "for k in range(here(), told, threads()):",
+           "for k in range(here(), told - 1, threads()):"),
+    Mutant("the tail of a neighbour is lost", "kernels/cuda.py", "ends[2, t], ends[3, t] = src_at + length, dst_at + length, tail,",
+           "ends[2, t], ends[3, t] = src_at + length, dst_at + length, 0,"),
+    Mutant("spans of what is cut stay on the device", "kernels/cuda_descriptors.py", "cut_spans[r], told[r] = offset, offset",
+           "cut_spans[r] = offset"),
+    Mutant("ids of the host are looked for on the device", "kvcompile/device/job.py", "lists.put(given + 8 * host_ids)",
+           "lists.put(self.work + 8 * host_ids)"),
+    Mutant("what the host reads may be freed in flight", "kvcompile/device/job.py", "self.made, self.told, self.arrays)",
+           "self.made, self.arrays)"),
+    Mutant("what the host gives may be freed in flight", "kvcompile/device/job.py", "self.kept = (upload, work,",
+           "self.kept = (work,"),
+    Mutant("ids may be freed in flight", "kvcompile/device/job.py", "self.told, self.arrays)", "self.told)"),
+    Mutant("what is refused may be freed in flight", "kvcompile/device/build.py", "memory.mark(*job.kept)\n            raise",
+           "raise"),
     Mutant("chunk edges of src are ignored on a device", "kernels/cuda_descriptors.py",
            "nbytes = min(nbytes, to_next(src_edges, src_buffer, src + done))", "pass"),
-    Mutant("the end of a copied tile is lost", "kernels/cuda_descriptors.py", "if lane < nbytes - head - body:",
-           "if lane < nbytes - head - body - 1:"),
+    Mutant("the end of a copied tile is lost", "kernels/cuda_descriptors.py",
+           "for at in range(head + body + lane, nbytes, team):", "for at in range(head + body + lane, nbytes - 1, team):"),
     Mutant("a scan forgets all but the last thread block", "kernels/cuda_scan.py",
            "carry = combine(carry, total, largest)", "carry = total"),
     # Of this file only the simulator's half can be tried without a GPU.
