@@ -21,6 +21,8 @@ from bench import shapes
 from kvcompile import Buffer, Cache, Descriptors, Field, Group, KVCompileError, Plan, Region, Request, device
 
 HIGH = 0xFF00000000000000
+BLOCKS = 4096
+"""In each layer of `plans`: enough for all requests of a batch to have blocks of their own."""
 
 
 class Report:
@@ -131,12 +133,12 @@ class Check:
                 yield difference(built, plan.build(requests, max_length=most))
 
     def races(self, launches: int) -> Iterator[str | None]:
-        """Batches in which many requests fail and conflict, on several streams at once: always the same result."""
+        """Batches in which requests fail and conflict beside others, on several streams: always the same result."""
         streams = [self.cupy.cuda.Stream(non_blocking=True) for _ in range(4)]
         work = []
-        for number, plan in enumerate(plans()):
-            generator = random.Random(1000 + number)
-            requests = [request for _ in range(2) for request in batch(plan, generator, 4 if self.small else 400)]
+        # Of few requests one thread block goes through all phases of `settle`; of many, each phase is a launch.
+        for number, (plan, count) in enumerate((plan, count) for plan in plans() for count in (800, 100)):
+            requests = batch(plan, random.Random(1000 + number), 8 if self.small else count)
             work.append(
                 (plan, requests, plan.build(requests), [self.place(request, "i8", "i4") for request in requests])
             )
@@ -159,8 +161,8 @@ class Check:
                 self.cupy.asarray(generator.integers(0, 255, 2 * 64 * 16 * cell + 64, np.uint8)) for _ in range(2)
             )
             plan = kvcompile.compile(
-                gqa(src.data.ptr + 3, cell, nbytes=src.nbytes - 3, tp_rank=1, tp_size=2),
-                gqa(dst.data.ptr + 7, cell, nbytes=dst.nbytes - 7),
+                gqa(src.data.ptr + 3, cell, src.nbytes - 3, 64, tp_rank=1, tp_size=2),
+                gqa(dst.data.ptr + 7, cell, dst.nbytes - 7, 64),
             )
             count = 4 if self.small else 48
             ids = [generator.permutation(64)[:count].tolist() for _ in range(2)]
@@ -257,8 +259,8 @@ def spans(address: Any, length: Any, array: Any) -> Iterator[tuple[int, int]]:
     yield from zip(starts.tolist(), length.tolist(), strict=True)
 
 
-def gqa(base: int, cell: int, nbytes: int | None = None, layers: int = 2, **place: Any) -> Cache:
-    """Make one rank: 64 blocks of 4 heads and 4 tokens in each layer."""
+def gqa(base: int, cell: int, nbytes: int | None = None, blocks: int = BLOCKS, **place: Any) -> Cache:
+    """Make one rank of two layers: blocks of 4 heads and 4 tokens."""
     nulls = {"null_block": place.pop("null", None)}
     tokens, padding, chunk = place.pop("tokens", 4), place.pop("padding", 0), place.pop("chunk", None)
     local = 4 // place.get("tp_size", 1)
@@ -267,8 +269,8 @@ def gqa(base: int, cell: int, nbytes: int | None = None, layers: int = 2, **plac
     else:
         field = Field.hnd("kv", heads=4, tokens=tokens, cell_nbytes=cell)
     stride = local * tokens * cell + padding
-    regions = [Region(layer, 0, base + layer * 64 * stride, stride, 64, [field]) for layer in range(layers)]
-    buffers = [Buffer(base, nbytes or layers * 64 * stride, chunk)]
+    regions = [Region(layer, 0, base + layer * blocks * stride, stride, blocks, [field]) for layer in range(2)]
+    buffers = [Buffer(base, nbytes or 2 * blocks * stride, chunk)]
     return Cache(regions, [Group(tokens, **nulls)], buffers, **place)
 
 
@@ -298,21 +300,22 @@ def plans() -> list[Plan]:
 
 
 def batch(plan: Plan, generator: random.Random, count: int) -> list[Request]:
-    """Draw requests whose ids come in runs, with some out of bounds and some given twice."""
+    """Draw requests whose ids come in runs, most of them good; some ids are out of bounds or given twice."""
     positions = plan.src.block_size != plan.dst.block_size
-    made, free = [], list(range(64))
+    made, given, free = [], [], list(range(BLOCKS))
     for number in range(count):
         size = generator.randint(1, 6)
-        start = generator.randrange(0, 58)
-        src = [start + k if generator.random() < 0.9 else generator.randrange(64) for k in range(size + 2)]
-        at = generator.randrange(0, max(len(free) - size, 1))
+        start = generator.randrange(BLOCKS - 8)
+        src = [start + k if generator.random() < 0.9 else generator.randrange(BLOCKS) for k in range(size + 2)]
+        at = generator.randrange(len(free) - size)
         dst, free = free[at : at + size], free[:at] + free[at + size :]
-        if not dst:
-            dst, free = [generator.randrange(64)], []  # most likely a conflict
+        given.append(dst)
         if generator.random() < 0.05:
-            src[generator.randrange(len(src))] = generator.choice([-1, 64, 2**31 - 1])
+            dst[-1] = generator.choice(given)[0]
+        if generator.random() < 0.05:
+            src[generator.randrange(len(src))] = generator.choice([-1, BLOCKS, 2**31 - 1])
         firsts = ([0], [generator.randrange(2)], generator.choice([None, 9])) if positions else ()
-        made.append(Request(number, [src], [dst], *firsts))
+        made.append(Request(number if generator.random() < 0.98 else 0, [src], [dst], *firsts))
     return made
 
 
