@@ -38,7 +38,7 @@ PLAIN = Suite(
     {"NUMBA_DISABLE_JIT": "1"},
 )
 SIMULATED = Suite(
-    ("tests/test_cuda_sim.py", "tests/test_cuda_sim_pack.py", "tests/test_cuda_sim_memory.py"),
+    ("tests/test_cuda_sim_memory.py", "tests/test_cuda_sim_pack.py", "tests/test_cuda_sim.py"),
     "faults or nulls or runs or scan or cutting or copies or integer_type or bridged or many or held",
     {"NUMBA_DISABLE_JIT": "1", "NUMBA_ENABLE_CUDASIM": "1"},
 )
