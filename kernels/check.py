@@ -164,10 +164,13 @@ def differ(program, batch, work, space):
     for group in groups:
         if group[item.OVERLAY] == space:
             bound = max(bound, group[item.BOUND])
-    words = (bound >> 6) + 1
-    if words > len(work.slots):
+    shift = 0
+    while (bound - 1) >> shift > 63 and 1 << shift < len(work.slots):
+        shift += 1
+    if (bound - 1) >> shift > 63:
         return False
-    bits = work.slots[:words]
+    # Neighbours mark different words: none waits for the one before.
+    bits, mask = work.slots[: 1 << shift], (1 << shift) - 1
     fill(bits, 0)
     for k in range(len(at) - 1):
         group, status = groups[k % len(groups)], work.status[k // len(groups), item.CODE]
@@ -177,9 +180,9 @@ def differ(program, batch, work, space):
         for block in batch.dst_ids[at[k] : at[k + 1]]:
             if is_null(block, group[item.HAS_NULL], group[item.NULL]):
                 continue
-            bit = np.int64(1) << (block & 63)
-            twice |= bits[block >> 6] & bit
-            bits[block >> 6] |= bit
+            bit = np.int64(1) << (block >> shift)
+            twice |= bits[block & mask] & bit
+            bits[block & mask] |= bit
         if twice != 0:
             return False
     return True
