@@ -98,6 +98,11 @@ class Cache(Value, frozen=True, dict=True):
             last + max(self._extent(field) for field in region.fields),
         )
 
+    @cached_property
+    def spans(self) -> list[tuple[int, int]]:
+        """The `span` of each region."""
+        return [self.span(region) for region in self.regions]
+
     def buffer_of(self, address: int) -> int:
         """Return the index of the last buffer that starts at or below an address, -1 if none does."""
         return bisect_right(self._bases, address) - 1
@@ -232,8 +237,8 @@ class Cache(Value, frozen=True, dict=True):
         order, buffers = self.buffer_order, self.buffers
         number = {index: number for number, index in enumerate(order)}
         shapes = []
-        for region in self.regions:
-            index = self.buffer_of(self.span(region)[0])
+        for region, (start, _) in zip(self.regions, self.spans, strict=True):
+            index = self.buffer_of(start)
             shapes.append((number[index], (region.base - buffers[index].base) % 2**64, _shape(region)))
         sizes = [(buffers[index].nbytes, buffers[index].chunk_nbytes) for index in order]
         places = (self.tp_rank, self.tp_size, self.dcp_size, self.dcp_interleave, self.dp_rank, self.dp_size)
@@ -242,7 +247,7 @@ class Cache(Value, frozen=True, dict=True):
     @cached_property
     def buffer_order(self) -> tuple[int, ...]:
         """Indices of the buffers, in the order in which the regions first use them; unused ones last, by size."""
-        used = dict.fromkeys(self.buffer_of(self.span(region)[0]) for region in self.regions)
+        used = dict.fromkeys(self.buffer_of(start) for start, _ in self.spans)
         rest = [index for index in range(len(self.buffers)) if index not in used]
         return (*used, *sorted(rest, key=lambda index: self.buffers[index].nbytes))
 
@@ -332,7 +337,7 @@ class Cache(Value, frozen=True, dict=True):
                 )
 
     def _check_buffers(self) -> None:
-        spans = [self.span(region) for region in self.regions]
+        spans = self.spans
         for region, (_, end) in zip(self.regions, spans, strict=True):
             if end >= 2**64:
                 region.refuse("base", region.base, f"an end below 2**64, got {end}")

@@ -21,7 +21,7 @@ def owners(cache: "Cache") -> tuple[int, ...]:
     """Return for each group the lowest one that it shares bytes with, directly or through others (`Cache.overlays`)."""
     owner = list(range(len(cache.groups)))
     budget = MAX_PIECES
-    spans = sorted((*cache.span(region), number) for number, region in enumerate(cache.regions))
+    spans = sorted((*span, number) for number, span in enumerate(cache.spans))
     cluster: list[Region] = []
     reach = 0
     for start, end, number in spans:

@@ -138,9 +138,10 @@ def assemble(table: Table, pairs: tuple[GroupPair, ...], src: Side, dst: Side) -
 def with_lanes(program: Program, lane_rows: Int64) -> Program:
     """Return a program with these of its lanes, and counts of them by class; lanes that write alike stay neighbours."""
     classes = program.classes.copy()
-    kinds = np.repeat(lane_rows[:, item.LANE_KIND], lane_rows[:, item.LANE_STOP] - lane_rows[:, item.LANE_START])
-    spans = [np.arange(*lane[[item.LANE_START, item.LANE_STOP]]) for lane in lane_rows]
-    rows = program.rows[np.concatenate([*spans, np.empty(0, np.int64)])]
+    stop = lane_rows[:, item.LANE_STOP]
+    sizes = stop - lane_rows[:, item.LANE_START]
+    rows = program.rows[np.arange(sizes.sum()) + np.repeat(stop - np.cumsum(sizes), sizes)]
+    kinds = np.repeat(lane_rows[:, item.LANE_KIND], sizes)
     for column, kind, weight in (
         (item.DENSE_LANES, item.DENSE, 1),
         (item.APART_SLICES, item.APART, rows[:, item.COUNT]),
