@@ -6,14 +6,14 @@ behind it: a batch still in flight is never overwritten. When the last one is go
 """
 
 import threading
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from operator import attrgetter
 from sys import getrefcount
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["MAX_NBYTES", "columns", "take"]
+__all__ = ["MAX_NBYTES", "columns", "spare", "take"]
 
 UInt64 = npt.NDArray[np.uint64]
 Columns = tuple[UInt64, UInt64, UInt64]
@@ -30,6 +30,7 @@ def _references(arrays: list[UInt64]) -> list[int]:
     return list(map(getrefcount, arrays))
 
 
+_NOTHING = np.empty(0, np.uint64)
 _UNUSED = _references([np.empty(0, np.uint64)])[0]
 
 
@@ -45,6 +46,15 @@ def take(size: int) -> UInt64:
             while len(_kept) > 1 and sum(map(attrgetter("nbytes"), _kept)) > MAX_NBYTES:
                 _kept.pop(0)
         return array
+
+
+def spare(most: int) -> UInt64:
+    """Return the largest memory of up to ``most`` items a column that is there and unused; an empty array: none is."""
+    with _lock:
+        stop = bisect_right(_kept, 3 * most, key=len)
+        counts = _references(_kept)[:stop]
+        counts.reverse()
+        return _kept[stop - 1 - counts.index(_UNUSED)] if _UNUSED in counts else _NOTHING
 
 
 def columns(array: UInt64, size: int) -> Columns:

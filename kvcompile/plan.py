@@ -22,7 +22,7 @@ from kvcompile.table import TABLE
 __all__ = ["Plan", "compile"]
 
 FEW = 4096
-"""Descriptors for which memory is at hand before they are counted: a build of so many is one call."""
+"""Descriptors that are written in the call that counts them, where memory for so many is at hand."""
 
 Int64 = npt.NDArray[np.int64]
 
@@ -196,7 +196,7 @@ class Plan:
         if out is not None and (not isinstance(out, Descriptors) or out._memory is None):
             raise ValueError(f"out is {out!r}, expected an earlier result of build (not a batch of one)")
         batch_of, sort = list(requests), bool(sort)
-        memory = arena.take(FEW) if out is None or out._memory is None else out._memory
+        memory = arena.spare(FEW) if out is None or out._memory is None else out._memory
         target = Target(self._program, sort, memory)
         given, ids, errors = gather(batch_of, self.src.block_size, self.dst.block_size, target)
         measured = given.measured or backend.measure(given, target)
@@ -212,7 +212,7 @@ class Plan:
         uncovered = None
         if measured.missing:
             uncovered = self._uncovered(batch_of, given.batch, given.uncovered)
-        result = Descriptors.__new__(Descriptors) if out is None else out
+        result = Descriptors.__new__(Descriptors) if out is None else out  # which becomes what it would be anew
         Descriptors.__init__(result, *columns, spans, ids, failed, uncovered)
         result._memory, result._caches = memory, self._caches
         return result

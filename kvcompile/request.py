@@ -64,7 +64,7 @@ def gather(
     Parameters
     ----------
     requests : sequence of Request
-    src_sizes, dst_sizes : sequence of int
+    src_sizes, dst_sizes : tuple of int
         Block sizes in tokens, one a group.
     target : Target, optional
         What the batch is to be built for; with ``out`` it is built at once where nothing is left to be said of it.

@@ -100,12 +100,22 @@ def test_larger_memory_serves_a_smaller_result() -> None:
 
 
 def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arena, "MAX_NBYTES", 3 * 8 * 10_000)
-    held = [PLAN.build(request(0, blocks)) for blocks in (400, 4000) * 4]
+    monkeypatch.setattr(arena, "MAX_NBYTES", 3 * 8 * 1000)
+    held = [PLAN.build(request(0, 400)) for _ in range(8)]
     held.clear()
     gc.collect()
     PLAN.build(request(0, 400))
-    assert 0 < sum(memory.nbytes for memory in arena._kept) <= 3 * 8 * 10_000
+    assert 0 < sum(memory.nbytes for memory in arena._kept) <= 3 * 8 * 1000
+
+
+def test_a_result_holds_no_more_than_it_needs() -> None:
+    """Not where nothing fits yet, and where a large one was before it, only the small ones' memory is taken unseen."""
+    held = [PLAN.build(request(0, blocks)) for blocks in (3, 500, 9000, 40)]
+    assert [len(built._memory) for built in held] == [3 * blocks for blocks in (3, 500, 9000, 40)]  # type: ignore[arg-type]
+    del held[1:3]
+    gc.collect()
+    assert len(PLAN.build(request(7, 5))._memory) == 3 * 500  # type: ignore[arg-type]
+    assert replay.triples(PLAN.build(request(7, 600))) == expected(7, 600)
 
 
 def test_results_of_many_threads_are_apart() -> None:
