@@ -46,8 +46,9 @@ def write_lengths(program, extent, begin, end, out, run_blocks):
             fill(out[at : at + lines * size], rows[n, item.LENGTH])
         else:
             first, tail = extent[rows[n, item.CLASS], item.RUNS_AT], rows[n, item.TAIL]
-            for line in range(lines):
-                spread(out[at + line * size :], run_blocks[first : first + size], -tail, rows[n, item.LENGTH] + tail)
+            spread(out[at:], run_blocks[first : first + size], -tail, rows[n, item.LENGTH] + tail)
+            if size > 0 and lines > 1:
+                repeat(out[at : at + lines * size].reshape((lines, size)))
         at += lines * size
         number += lines
     return at
@@ -70,6 +71,15 @@ def shift(lines, rows, origin):
         before, after, distance = lines[k - 1], lines[k], rows[k, origin] - rows[k - 1, origin]
         for i in range(len(after)):
             after[i] = before[i] + distance
+
+
+@jit
+def repeat(lines):
+    """Write each line but the first: the same as it."""
+    for k in range(1, len(lines)):
+        first, line = lines[0], lines[k]
+        for i in range(len(line)):
+            line[i] = first[i]
 
 
 @jit
