@@ -96,6 +96,12 @@ class Descriptors:
         return self._batches(max_descriptors, max_nbytes)
 
     def _batches(self, max_descriptors: int | None, max_nbytes: int | None) -> Iterator["Descriptors"]:
+        if (max_descriptors is None or len(self) <= max_descriptors) and (
+            max_nbytes is None or self.nbytes <= max_nbytes
+        ):
+            if len(self):
+                yield self._rows(0, len(self), self.spans)
+            return
         ends = np.cumsum(self.length, dtype=np.uint64) if max_nbytes is not None else None
         start = 0
         while start < len(self):
@@ -104,12 +110,14 @@ class Descriptors:
                 before = int(ends[start] - self.length[start])
                 most = min(before + max_nbytes, 2**64 - 1)
                 stop = min(stop, max(start + 1, int(np.searchsorted(ends, np.uint64(most), side="right"))))
-            spans = np.clip(self.spans, start, stop) - start
-            columns = self.src[start:stop], self.dst[start:stop], self.length[start:stop]
-            batch = Descriptors(*columns, spans, self.requests)
-            batch._caches = self._caches
-            yield batch
+            yield self._rows(start, stop, np.clip(self.spans, start, stop) - start)
             start = stop
+
+    def _rows(self, start: int, stop: int, spans: Int64) -> "Descriptors":
+        columns = self.src[start:stop], self.dst[start:stop], self.length[start:stop]
+        batch = Descriptors(*columns, spans, self.requests)
+        batch._caches = self._caches
+        return batch
 
 
 def positive(name: str, value: int | None) -> None:

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import kvcompile
-from kvcompile import Buffer, Cache, Descriptors, Request, TransferError
+from kvcompile import Buffer, Cache, Descriptors, Request, TransferError, backend
 from kvcompile.engines import Engine, LocalEngine
-from kvcompile.engines.base import outside
+from kvcompile.engines.base import spans_of
 from tests.peer import CANARY, copies, rank, whole
 
 
@@ -242,8 +242,8 @@ def test_outside_against_plain_python() -> None:
                 not any(b.base <= int(a) and int(a) + int(n) <= b.end for b in buffers)
                 for a, n in zip(address, length, strict=True)
             ]
-            assert outside(tuple(buffers), address, length) == (bad.index(True) if any(bad) else -1)
-    assert outside((), np.zeros(1, np.uint64), np.ones(1, np.uint64)) == 0
+            assert backend.outside(address, length, *spans_of(tuple(buffers))) == (bad.index(True) if any(bad) else -1)
+    assert backend.outside(np.zeros(1, np.uint64), np.ones(1, np.uint64), *spans_of(())) == 0
 
 
 @pytest.fixture
@@ -330,3 +330,20 @@ def test_local_moves_what_a_plan_builds() -> None:
 def test_importing_engines_imports_no_mooncake() -> None:
     probe = "import sys, kvcompile.engines; sys.exit(any(name.startswith('mooncake') for name in sys.modules))"
     assert subprocess.run([sys.executable, "-c", probe], check=False, timeout=60).returncode == 0
+
+
+def test_each_transfer_knows_what_is_registered_by_then() -> None:
+    mine, later, there = (np.full(64, value, np.uint8) for value in (1, 2, 3))
+    engine, peer = LocalEngine(), LocalEngine()
+    peer.register(whole(there))
+    engine.register(whole(mine))
+    engine.write(peer.session, copies([mine.ctypes.data], [there.ctypes.data], 8))
+    second = copies([later.ctypes.data], [there.ctypes.data], 8)
+    with pytest.raises(TransferError, match="src"):
+        engine.write(peer.session, second)
+    engine.register(whole(later))
+    engine.write(peer.session, second)
+    assert there[:9].tolist() == [2] * 8 + [3]
+    engine.unregister()
+    with pytest.raises(TransferError, match="src"):
+        engine.write(peer.session, second)

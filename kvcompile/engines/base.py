@@ -25,7 +25,7 @@ from kvcompile.engines.transfers import Ask, Transfers
 from kvcompile.errors import HandshakeError, TransferError
 from kvcompile.layout import Buffer
 
-__all__ = ["Engine", "outside"]
+__all__ = ["Engine", "spans_of"]
 
 Addresses = npt.NDArray[np.uint64]
 
@@ -60,6 +60,7 @@ class Engine(Transfers):
         self._idle = threading.Condition()
         self._flights = 0
         self._buffers: tuple[Buffer, ...] = ()
+        self._spans: tuple[tuple[Buffer, ...], Addresses, Addresses] = ((), *spans_of(()))
         self._digests: list[str] = []
         self._turns: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
 
@@ -224,23 +225,23 @@ class Engine(Transfers):
         """Ask a peer for its digests, unless the caller brings a way of their own."""
         return digests.ask(session)
 
+    def _outside(self, address: Addresses, length: Addresses) -> int:
+        """Return the first row that lies in no single buffer that is registered here, -1 if there is none."""
+        of, base, nbytes = self._spans
+        if of is not self._buffers:  # sorted once, not at every transfer
+            of, base, nbytes = self._spans = self._buffers, *spans_of(self._buffers)
+        return backend.outside(address, length, base, nbytes)
+
     def _turn(self, session: str) -> threading.Lock:
         with self._idle:
             return self._turns[session]
 
 
-def outside(buffers: tuple[Buffer, ...], address: Addresses, length: Addresses) -> int:
-    """Return the first row that lies in no single buffer, -1 if there is none.
-
-    Parameters
-    ----------
-    buffers : tuple of Buffer
-        Disjoint.
-    address, length : uint64 arrays [n]
-    """
+def spans_of(buffers: tuple[Buffer, ...]) -> tuple[Addresses, Addresses]:
+    """Return base and bytes of buffers, in order of address."""
     spans = sorted((buffer.base, buffer.nbytes) for buffer in buffers)
-    base, nbytes = np.array(spans, np.uint64).reshape(-1, 2).T
-    return backend.outside(address, length, base, nbytes)
+    base, nbytes = np.array(spans, np.uint64).reshape(-1, 2).T.copy()
+    return base, nbytes
 
 
 def _within(buffer: Buffer, known: tuple[Buffer, ...]) -> bool:

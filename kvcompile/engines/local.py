@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from kvcompile import backend
 from kvcompile.descriptors import Descriptors
-from kvcompile.engines.base import Engine, outside
+from kvcompile.engines.base import Engine
 from kvcompile.errors import TransferError
 from kvcompile.layout import Buffer
 
@@ -61,7 +61,7 @@ class LocalEngine(Engine):
         peer = self._peer(session)
         src, dst = (self, peer) if kind == "write" else (peer, self)
         for side, engine, address in (("src", src, descriptors.src), ("dst", dst, descriptors.dst)):
-            row = outside(engine._buffers, address, descriptors.length)
+            row = engine._outside(address, descriptors.length)
             if row >= 0:
                 raise TransferError(
                     f"descriptor {row}: {side} is {int(descriptors.length[row])} bytes at {int(address[row]):#x}, "

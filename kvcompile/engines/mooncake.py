@@ -13,7 +13,7 @@ from typing import Any
 from kvcompile.descriptors import Descriptors
 from kvcompile.engines import native as past
 from kvcompile.engines.ahead import ahead
-from kvcompile.engines.base import Engine, outside
+from kvcompile.engines.base import Engine
 from kvcompile.engines.digests import Responder
 from kvcompile.errors import KVCompileError, TransferError
 from kvcompile.layout import Buffer
@@ -162,7 +162,7 @@ class MooncakeEngine(Engine):
             return
         side = "src" if kind == "write" else "dst"
         address = getattr(descriptors, side)
-        row = outside(self._buffers, address, descriptors.length)
+        row = self._outside(address, descriptors.length)
         if row >= 0:
             raise TransferError(
                 f"descriptor {row}: {side} is {int(descriptors.length[row])} bytes at {int(address[row]):#x}, "
