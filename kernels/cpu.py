@@ -245,7 +245,7 @@ def sort_pairs(src, dst, src_unit, dst_unit, scratch):
 def mark_runs(src, dst, run_src, run_dst, run_blocks):
     """Write the first pair and the size of each run; return how many runs there are.
 
-    Without a branch on `item.opens_run`, which nobody can foretell: it took twice as long. An unsigned index needs no
+    Without a branch on where one ends, which nobody can foretell: it took twice as long. An unsigned index needs no
     look at its sign.
     """
     if len(src) > 0:

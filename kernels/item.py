@@ -147,11 +147,6 @@ def src_blocks_of(position, src_size, dst_size, num_tokens):
     return start // src_size, -(-stop // src_size)
 
 
-def opens_run(src, dst, i):
-    """Return whether pair ``i`` does not continue the pair before it on both sides."""
-    return i == 0 or src[i] != src[i - 1] + 1 or dst[i] != dst[i - 1] + 1
-
-
 def address(origin, block, stride):
     """Return where a row's slice of a block begins."""
     return origin + block * stride

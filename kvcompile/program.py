@@ -186,7 +186,6 @@ def _again(rows: Int64, lane_rows: Int64, columns: Sequence[int]) -> Int64:
     key = np.column_stack([rows[lane_rows[:, item.LANE_START]][:, columns], lane_rows[:, item.LANE_KIND]])
     opens = np.ones(len(key) + 1, bool)
     opens[1:-1] = (key[1:] != key[:-1]).any(axis=1)
-    opens[:-1] |= lane_rows[:, item.LANE_KIND] == item.CHAIN
     first = np.flatnonzero(opens)
     stop = first[np.searchsorted(first, np.arange(len(key)), side="right")]
     again: Int64 = stop - np.arange(len(key)) - 1

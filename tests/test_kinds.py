@@ -127,6 +127,24 @@ def test_what_ids_of_arrays_are_packed_as_is_no_list(odd: object, where: str) ->
     assert plain_error([np.array([1, 2])], src).side == "dst"
 
 
+@pytest.mark.parametrize(
+    "others", [*itertools.combinations_with_replacement(range(0, len(GOOD_IDS), 3), 2)], ids=lambda pair: f"{pair}"
+)
+def test_a_batch_of_several_kinds_is_that_of_lists(others: tuple[int, ...]) -> None:
+    """One that fails among them, and whatever the kinds, alone and beside each other."""
+    lists = [([7, 1, 3, 5], [2, 9]), ([4, 99, 6], [3, 4]), ([8], [1])]
+    kinds = [list, *(GOOD_IDS[number] for number in others)]
+    given = [[[kind(ids)] for ids in pair] for kind, pair in zip(kinds, lists, strict=True)]
+    built = PLAIN.build([Request(str(n), *pair) for n, pair in enumerate(given)])
+    expected = PLAIN.build([Request(str(n), [src], [dst]) for n, (src, dst) in enumerate(lists)])
+    assert pairs(PLAIN, built) == pairs(PLAIN, expected)
+    assert (built.spans.tolist(), {name: str(error) for name, error in built.failed.items()}) == (
+        expected.spans.tolist(),
+        {name: str(error) for name, error in expected.failed.items()},
+    )
+    assert list(built.failed) == ["1"]
+
+
 def test_ids_are_not_changed() -> None:
     src, dst = np.array([7, 1, 3, 5]), np.array([2, 9])
     one(PLAIN, [src], [dst])

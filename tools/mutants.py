@@ -62,9 +62,9 @@ class Mutant(NamedTuple):
 
 
 MUTANTS = [
-    Mutant("merge where either side touches", "kernels/item.py", "return i == 0 or src[i] != src[i - 1] + 1 or dst[i]",
-           "return i == 0 or src[i] != src[i - 1] + 1 and dst[i]"),
-    Mutant("runs look at src alone", "kernels/item.py", " or dst[i] != dst[i - 1] + 1", ""),
+    Mutant("merge where either side touches", "kernels/cpu.py", "(src[k] - src[k - 1] - 1) | (dst[k]",
+           "(src[k] - src[k - 1] - 1) * (dst[k]"),
+    Mutant("runs look at src alone", "kernels/cpu.py", " | (dst[k] - dst[k - 1] - 1)", ""),
     Mutant("chains merge where either side touches", "kernels/item.py", "return src == src_end + tail and dst",
            "return src == src_end + tail or dst"),
     Mutant("never merge in a chain", "kernels/cpu.py",
