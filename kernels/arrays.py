@@ -1,7 +1,7 @@
 """The arrays that host and kernels share, by name. Their columns are named in `item`.
 
-What a batch gives and what its kernels hand on are two arrays, cut into parts here: an array costs microseconds to make
-and to pass. The functions are plain: the host calls them as they are, the drivers compile them.
+What a batch gives and what its kernels hand on lie behind each other in one array, cut into parts here: each costs a
+microsecond to make. The functions are plain: the host calls them as they are, the drivers compile them.
 """
 
 from typing import NamedTuple

@@ -3,7 +3,7 @@
 from kvcompile._jit import jit
 from kvcompile.kernels import item
 
-__all__ = ["size_of", "write_column", "write_lengths"]
+__all__ = ["write_column", "write_lengths"]
 
 address = jit(item.address)
 fill = jit(item.fill)

@@ -1,7 +1,7 @@
 """The loops of one build on the CPU, in the order in which they run: read, check, conflict, cover, mark, count, write.
 
-Python passes the arrays of a `Program` (what a plan compiled), the array of a `Batch` (what the requests gave) and the
-memory of a `Work` (what the kernels hand to each other). The columns are `item`'s.
+Python passes the arrays of a `Program` (what a plan compiled) and one memory: of a `Batch` (what the requests gave),
+and behind it of a `Work` (what the kernels hand to each other). The columns are `item`'s.
 """
 
 import numpy as np
@@ -36,6 +36,7 @@ def build(
     rows, lanes, classes, pairs, src_groups, dst_groups : int64 arrays
         The `Program`; not looked at to read.
     packed : uint8 array
+        The requests; not looked at unless they are to be read.
     src_lists, dst_lists, src_most, dst_most, limit : int64
         See `ids.read`; lists a request.
     memory : int64 array

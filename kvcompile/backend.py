@@ -192,7 +192,7 @@ def measure(given: Given, target: Target) -> Measured:
 
 
 def write(given: Given, target: Target) -> None:
-    """Write the descriptors of a measured batch."""
+    """Write the descriptors of a batch that was measured for this, into ``out``: three columns of so many at least."""
     program, sort, out = target
     cpu.build(*program, _NO_BYTES, given.memory, given.spans, out, *given.groups, 0, 0, 0, int(sort), item.WRITE)
 

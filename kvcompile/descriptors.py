@@ -114,6 +114,7 @@ class Descriptors:
             start = stop
 
     def _rows(self, start: int, stop: int, spans: Int64) -> "Descriptors":
+        """Return a view of some rows, with the spans that belong to them."""
         columns = self.src[start:stop], self.dst[start:stop], self.length[start:stop]
         batch = Descriptors(*columns, spans, self.requests)
         batch._caches = self._caches

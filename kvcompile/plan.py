@@ -1,6 +1,7 @@
 """Compile two caches into a plan; build a batch of requests into descriptors. The plan is its table of slices."""
 
 from collections.abc import Hashable, Iterable, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -8,7 +9,7 @@ import numpy.typing as npt
 
 from kvcompile import arena, backend, shapes, topology
 from kvcompile import staging as staging_of
-from kvcompile.backend import Batch, Target
+from kvcompile.backend import Batch, Program, Target
 from kvcompile.cache import Cache
 from kvcompile.descriptors import Descriptors, positive
 from kvcompile.errors import LayoutError, RequestError
@@ -111,6 +112,11 @@ class Plan:
 
     def __repr__(self) -> str:
         return f"Plan({len(self.table)} rows, {len(self._program.lanes)} lanes, {len(self.pairs)} group pairs)"
+
+    @cached_property
+    def _apart(self) -> Program:
+        """What `pack` runs: the lanes whose pieces can never merge."""
+        return staging_of.apart(self._program)
 
     def explain(self) -> str:
         """Tell in words what this plan does: bytes and descriptors a block, and of lanes that cannot merge why not."""

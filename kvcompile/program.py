@@ -136,7 +136,14 @@ def assemble(table: Table, pairs: tuple[GroupPair, ...], src: Side, dst: Side) -
 
 
 def with_lanes(program: Program, lane_rows: Int64) -> Program:
-    """Return a program with these of its lanes, and counts of them by class; lanes that write alike stay neighbours."""
+    """Return a program with some of its lanes, counted by class.
+
+    Parameters
+    ----------
+    program : Program
+    lane_rows : int64 array [lanes, LANE_COLUMNS]
+        Lanes of it, in order: of those that are said to write alike, all or none.
+    """
     classes = program.classes.copy()
     stop = lane_rows[:, item.LANE_STOP]
     sizes = stop - lane_rows[:, item.LANE_START]

@@ -20,7 +20,6 @@ from kvcompile.kernels import item
 
 __all__ = ["Request", "gather"]
 
-
 LARGEST = 2**63 - 1
 _NOTHING = np.empty(0, np.int64)
 
@@ -78,11 +77,11 @@ def gather(
     errors : dict
         Index of a request -> its first error, in the order kinds (src, dst, positions), lists.
     """
-    try:
-        ids, *columns = zip(*map(_GIVEN, requests), strict=True) if requests else [()] * 6
-    except AttributeError:
-        number, other = next(found for found in enumerate(requests) if not isinstance(found[1], Request))
-        raise ValueError(f"requests[{number}] is a {type(other).__name__}, expected a Request") from None
+    if not _REQUEST.issuperset(map(type, requests)):  # else nobody need look at each
+        for number, request in enumerate(requests):
+            if not isinstance(request, Request):
+                raise ValueError(f"requests[{number}] is a {type(request).__name__}, expected a Request")
+    ids, *columns = zip(*map(_GIVEN, requests), strict=True) if requests else [()] * 6
     try:
         distinct = len(set(ids))
     except TypeError as error:  # no key of `failed`: the caller's error, not the request's
@@ -112,7 +111,10 @@ def gather(
     return given, ids, errors
 
 
-FEW = 512
+FEW_NBYTES = 512
+"""Packed requests up to this size have room for an id in every byte: their ids need not be counted."""
+
+_REQUEST = frozenset({Request})
 _GIVEN = attrgetter("id", "src_blocks", "dst_blocks", "src_first", "dst_first", "num_tokens")
 _KEPT = frozenset(np.typecodes["Integer"] + "BHI")  # what every value of fits int64
 _PLAIN = frozenset({list, tuple, int, NoneType})
@@ -121,7 +123,7 @@ _KNOWN = _LISTS | {np.ndarray, Elsewhere}
 
 
 @lru_cache
-def _limit(src_sizes: Sequence[int], dst_sizes: Sequence[int]) -> int:
+def _limit(src_sizes: tuple[int, ...], dst_sizes: tuple[int, ...]) -> int:
     """Return what positions lie below, in blocks of any group."""
     return item.MOST_TOKENS // max((*src_sizes, *dst_sizes, 1))
 
@@ -145,9 +147,8 @@ def _read(columns: Sequence[Sequence[Any]], groups: tuple[int, int], limit: int,
             packed = msgspec.msgpack.encode(columns, enc_hook=_ids)
         else:
             return None
-        ids = len(packed), len(packed)  # an id takes a byte at least: where that is little, they are not counted
-        if len(packed) > FEW or not kinds <= _LISTS:
-            ids = sum(map(len, chain(*src))), sum(map(len, chain(*dst)))
+        few = len(packed) <= FEW_NBYTES and kinds <= _LISTS
+        ids = (len(packed),) * 2 if few else (sum(map(len, chain(*src))), sum(map(len, chain(*dst))))
     except (TypeError, OverflowError, ValueError, RecursionError):
         return None
     return backend.read(packed, len(src), groups, ids, limit, target)

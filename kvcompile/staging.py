@@ -88,7 +88,7 @@ def apart(program: Program) -> Program:
 def packed_nbytes(plan: "Plan", requests: Sequence[Request]) -> int:
     """Return the bytes that a staging buffer needs; nulls and failed requests make it fewer."""
     given, *_ = gather(requests, plan.src.block_size, plan.dst.block_size)
-    return backend.most_nbytes(apart(plan._program), given)
+    return backend.most_nbytes(plan._apart, given)
 
 
 def pack(plan: "Plan", requests: Sequence[Request], staging: Any, unpacks: bool) -> Packed:
@@ -108,16 +108,16 @@ def pack(plan: "Plan", requests: Sequence[Request], staging: Any, unpacks: bool)
     ValueError
         The buffer is too small, not contiguous, or cannot be written to.
     """
-    program = apart(plan._program)
-    given, ids, errors = gather(requests, plan.src.block_size, plan.dst.block_size, Target(program))
+    program, target = plan._apart, Target(plan._apart)
+    given, ids, errors = gather(requests, plan.src.block_size, plan.dst.block_size, target)
     room = span(staging)
     if not unpacks and not room.flags.writeable:
         raise ValueError("staging is read-only, expected writable memory")
     if room.nbytes < (need := backend.most_nbytes(program, given)):
         raise too_small(room.nbytes, need)
-    measured = backend.measure(given, Target(program))
+    measured = backend.measure(given, target)
     memory = arena.take(measured.descriptors)
-    backend.write(given, Target(program, out=memory))
+    backend.write(given, target._replace(out=memory))
     src, dst, length = arena.columns(memory, measured.descriptors)
     spans = backend.pack(dst if unpacks else src, length, given.spans, room.ctypes.data, unpacks)
     found = Found(

@@ -15,7 +15,7 @@ from kvcompile.device.memory import Memory, open_device
 from kvcompile.errors import RequestError
 from kvcompile.kernels import item, known
 from kvcompile.request import Request
-from kvcompile.staging import Packed, apart, too_small
+from kvcompile.staging import Packed, too_small
 
 if TYPE_CHECKING:
     from kvcompile.plan import Plan
@@ -162,7 +162,7 @@ def pack(plan: "Plan", requests: Sequence[Request], staging: Any, memory: Memory
     from kvcompile.kernels import cuda_descriptors  # noqa: PLC0415
 
     address, nbytes, follows = span_of(staging)
-    program = apart(plan._program)
+    program = plan._apart
     with memory:
         if follows is not None:
             memory.follow(follows)

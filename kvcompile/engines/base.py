@@ -227,9 +227,10 @@ class Engine(Transfers):
 
     def _outside(self, address: Addresses, length: Addresses) -> int:
         """Return the first row that lies in no single buffer that is registered here, -1 if there is none."""
+        buffers = self._buffers  # looked at once: another thread may register meanwhile
         of, base, nbytes = self._spans
-        if of is not self._buffers:  # sorted once, not at every transfer
-            of, base, nbytes = self._spans = self._buffers, *spans_of(self._buffers)
+        if of is not buffers:  # sorted once, not at every transfer
+            of, base, nbytes = self._spans = buffers, *spans_of(buffers)
         return backend.outside(address, length, base, nbytes)
 
     def _turn(self, session: str) -> threading.Lock:
@@ -238,7 +239,7 @@ class Engine(Transfers):
 
 
 def spans_of(buffers: tuple[Buffer, ...]) -> tuple[Addresses, Addresses]:
-    """Return base and bytes of buffers, in order of address."""
+    """Return base and bytes of disjoint buffers in order of address, uint64 [buffers] each."""
     spans = sorted((buffer.base, buffer.nbytes) for buffer in buffers)
     base, nbytes = np.array(spans, np.uint64).reshape(-1, 2).T.copy()
     return base, nbytes
