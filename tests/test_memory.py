@@ -109,7 +109,7 @@ def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_result_holds_no_more_than_it_needs() -> None:
-    """Not where nothing fits yet, and where a large one was before it, only the small ones' memory is taken unseen."""
+    """Memory of its own size where none is at hand; else that of small ones before it, never of a large one."""
     held = [PLAN.build(request(0, blocks)) for blocks in (3, 500, 9000, 40)]
     assert [len(built._memory) for built in held] == [3 * blocks for blocks in (3, 500, 9000, 40)]  # type: ignore[arg-type]
     del held[1:3]
