@@ -156,7 +156,10 @@ def alive(pid: int) -> bool:
 def running_demo(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
     """Start a demo of three ranks in a process of its own; yield it and its ranks' process ids."""
     command = [*MAIN, "demo", "--src-tp", "2", "--dst-tp", "1", "--gib", "1", *arguments]
+    # What a script runs in the background ignores Ctrl-C, and so would all that it starts.
+    heard = signal.signal(signal.SIGINT, signal.default_int_handler)
     demo = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    signal.signal(signal.SIGINT, heard)
     try:
         deadline = time.monotonic() + 30
         while len(ranks := children(demo.pid)) < 3 and time.monotonic() < deadline and demo.poll() is None:
