@@ -10,7 +10,7 @@ import numpy as np
 
 from kvcompile.kernels import item
 
-__all__ = ["SCRATCH_ROWS", "Batch", "Program", "Work", "batch_of", "given_size", "work_of", "work_size"]
+__all__ = ["SCRATCH_ROWS", "Batch", "Program", "Work", "batch_of", "given_size", "memory_size", "work_of"]
 
 SCRATCH_ROWS = 7
 """Delta, src, length and tail of each piece, and what `order.sort` needs."""
@@ -85,13 +85,16 @@ def batch_of(given: np.ndarray, requests: int, src_groups: int, dst_groups: int)
     return status, Batch(src_ids, src_at, dst_ids, dst_at, firsts[0], firsts[1], num_tokens, twice)
 
 
-def work_size(requests: int, pairs: int, classes: int, src_ids: int, dst_ids: int, scratch: int) -> int:
-    """Return the words of a `Work` but for status and spans, for a batch of so many ids or fewer.
+def memory_size(
+    requests: int, src_groups: int, dst_groups: int, src_ids: int, dst_ids: int, pairs: int, classes: int, scratch: int
+) -> int:
+    """Return the words of a batch of so many ids or fewer, and of a `Work` but for status and spans.
 
     A class pairs each id at most once. (Classes of one group pair may have equal phases: other strides, other parts.)
     """
     lines, most = pairs * item.ALIGN_COLUMNS + classes * item.EXTENT_COLUMNS, classes * min(src_ids, dst_ids)
-    return dst_ids + requests * lines + 5 * most + max(4 * dst_ids + 2, SCRATCH_ROWS * scratch)
+    given = given_size(requests, src_groups, dst_groups) + src_ids + dst_ids
+    return given + dst_ids + requests * lines + 5 * most + max(4 * dst_ids + 2, SCRATCH_ROWS * scratch)
 
 
 def work_of(

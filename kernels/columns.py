@@ -46,12 +46,24 @@ def write_lengths(program, extent, begin, end, out, run_blocks):
             fill(out[at : at + lines * size], rows[n, item.LENGTH])
         else:
             first, tail = extent[rows[n, item.CLASS], item.RUNS_AT], rows[n, item.TAIL]
-            spread(out[at:], run_blocks[first : first + size], -tail, rows[n, item.LENGTH] + tail)
-            if size > 0 and lines > 1:
+            blocks, nbytes = run_blocks[first : first + size], rows[n, item.LENGTH] + tail
+            if alike(blocks):
+                fill(out[at : at + lines * size], address(-tail, blocks[0], nbytes))
+            elif size > 0:
+                spread(out[at:], blocks, -tail, nbytes)
                 repeat(out[at : at + lines * size].reshape((lines, size)))
         at += lines * size
         number += lines
     return at
+
+
+@jit
+def alike(blocks):
+    """Return whether all runs, of which there are some, have one size: then one length is all that is written."""
+    different = len(blocks) == 0
+    for i in range(len(blocks)):
+        different |= blocks[i] != blocks[0]
+    return not different
 
 
 @jit

@@ -26,8 +26,8 @@ address = jit(item.address)
 
 @entry
 def build(
-    rows, lanes, classes, pairs, src_groups, dst_groups, packed, memory, spans, out, src_lists, dst_lists,
-    src_most, dst_most, limit, sorts, steps,
+    rows, lanes, classes, pairs, src_groups, dst_groups, src_lists, dst_lists, sorts,
+    packed, memory, spans, out, src_most, dst_most, limit, steps,
 ):  # fmt: skip
     """Read a batch, measure it, write its descriptors: the steps asked for, as far as they go.
 
@@ -35,18 +35,20 @@ def build(
     ----------
     rows, lanes, classes, pairs, src_groups, dst_groups : int64 arrays
         The `Program`; not looked at to read.
+    src_lists, dst_lists : int64
+        Lists a request.
+    sorts : int64
+        1 to sort pieces.
     packed : uint8 array
         The requests; not looked at unless they are to be read.
-    src_lists, dst_lists, src_most, dst_most, limit : int64
-        See `ids.read`; lists a request.
     memory : int64 array
         See `arrays.batch_of`, and behind that, to measure, `arrays.work_of`; as an earlier step left it.
     spans : int64 array [requests + 1]
         Which descriptors are whose.
     out : uint64 array
         Memory of three columns, one behind the other: nothing is written where it is too small.
-    sorts : int64
-        1 to sort pieces.
+    src_most, dst_most, limit : int64
+        See `ids.read`; not looked at unless the requests are to be read.
     steps : int64
         READ, MEASURE and WRITE of `item`, as a sum.
 

@@ -16,6 +16,7 @@ from typing import Any
 import numba
 from numba import types
 from numba.core import cgutils
+from numba.core.runtime import rtsys
 from numba.extending import intrinsic
 
 __all__ = ["bare", "cache_folder", "entry", "jit", "locked", "move"]
@@ -48,9 +49,22 @@ def entry(function: Callable[..., Any]) -> Any:
     try:
         if folder is not None:
             numba.config.CACHE_DIR = str(folder)  # read by Numba when it decorates, not later
-        return numba.njit(cache=folder is not None, **_OPTIONS)(function)
+        kernel = numba.njit(cache=folder is not None, **_OPTIONS)(function)
     finally:
         numba.config.CACHE_DIR = before
+    kept: Any = getattr(kernel, "_cache", None)
+    if hasattr(kept, "_load_overload"):
+        kept.load_overload = functools.partial(_load, kept)
+    return kernel
+
+
+def _load(kept: Any, signature: Any, context: Any) -> Any:
+    """Load a kernel from its cache without declaring before all that Numba can compile, most of a first build's time.
+
+    To compile, Numba declares it then.
+    """
+    rtsys.initialize(context)
+    return kept._load_overload(signature, context)
 
 
 def jit(function: Callable[..., Any]) -> Any:

@@ -2,7 +2,8 @@
 
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -26,7 +27,6 @@ __all__ = [
     "Batch",
     "Elsewhere",
     "Given",
-    "Measured",
     "Program",
     "Target",
     "copy",
@@ -37,6 +37,8 @@ __all__ = [
     "outside",
     "pack",
     "read",
+    "reading",
+    "target",
     "warmup",
     "write",
 ]
@@ -63,31 +65,48 @@ class Elsewhere:
         return self.size
 
 
-class Measured(msgspec.Struct, frozen=True, gc=False):
-    """What `measure` found."""
-
-    descriptors: int
-    failed: int  # requests
-    missing: int  # dst ids that are not wholly written
-    written: bool
-
-
-class Target(NamedTuple):
-    """What a batch is read for."""
+class Target(msgspec.Struct, frozen=True):
+    """What a batch is read for: a program to run on it, and how. Made by `target`."""
 
     program: Program
-    sort: bool = False
-    out: UInt64 | None = None  # memory for three columns, one behind the other
+    sizes: tuple[tuple[int, ...], tuple[int, ...]]  # tokens of a block of each src and dst group
+    limit: int  # positions lie below it, in blocks of any group
+    pieces: int  # of each pair of blocks, at most, if they are to be sorted; else 0
+    given: tuple[Any, ...]  # to every call of `kernels.cpu.build`, first
+
+    @property
+    def groups(self) -> tuple[int, int]:
+        """How many src and dst groups there are."""
+        return len(self.sizes[0]), len(self.sizes[1])
 
 
-class Given(msgspec.Struct, frozen=True, gc=False):
-    """What the requests of a batch give, and how many there are of each. Arrays share its memory."""
+def target(program: Program, src_sizes: tuple[int, ...], dst_sizes: tuple[int, ...], sort: bool = False) -> Target:
+    """Make the target of a program between groups of such block sizes."""
+    pieces = 0
+    if sort:
+        kind = program.lanes[:, item.LANE_KIND]
+        rows = (program.lanes[:, item.LANE_STOP] - program.lanes[:, item.LANE_START])[kind == item.CHAIN]
+        pieces = len(program.classes) * int(rows.max(initial=1))
+    limit = item.MOST_TOKENS // max((*src_sizes, *dst_sizes, 1))
+    return Target(program, (src_sizes, dst_sizes), limit, pieces, (*program, len(src_sizes), len(dst_sizes), int(sort)))
+
+
+@lru_cache
+def reading(src_sizes: tuple[int, ...], dst_sizes: tuple[int, ...]) -> Target:
+    """Return the target of a batch that is read and nothing else."""
+    return target(_NO_PROGRAM, src_sizes, dst_sizes)
+
+
+class Given(msgspec.Struct, gc=False):
+    """What the requests of a batch give, and once measured, what comes of it. Arrays share its memory."""
 
     memory: Int64  # see `kernels.arrays.batch_of`; behind it, room for `kernels.arrays.work_of`
     spans: Int64  # [requests + 1]: which descriptors are whose, once measured
-    groups: tuple[int, int]
-    ids: tuple[int, int]
-    measured: Measured | None = None  # where reading and measuring were one call
+    target: Target
+    ids: tuple[int, int]  # of src and dst
+    descriptors: int = -1  # not measured
+    failed: int = 0  # requests
+    missing: int = 0  # dst ids that are not wholly written
 
     @property
     def requests(self) -> int:
@@ -102,12 +121,12 @@ class Given(msgspec.Struct, frozen=True, gc=False):
     @property
     def batch(self) -> Batch:
         """The batch by names."""
-        return arrays.batch_of(self.memory, self.requests, *self.groups)[1]
+        return arrays.batch_of(self.memory, self.requests, *self.target.groups)[1]
 
     @property
     def uncovered(self) -> Int64:
         """Once measured, int64 [dst ids]: 1 where one is not wholly written."""
-        start = arrays.given_size(self.requests, *self.groups) + self.ids[0] + self.ids[1]
+        start = arrays.given_size(self.requests, *self.target.groups) + self.ids[0] + self.ids[1]
         return self.memory[start : start + self.ids[1]]
 
 
@@ -141,25 +160,24 @@ def kernels() -> dict[str, object]:
 def read(
     packed: bytes,
     requests: int,
-    groups: tuple[int, int],
     ids: tuple[int, int],
-    limit: int,
-    target: Target | None = None,
+    target: Target,
+    out: UInt64 | None = None,
+    limit: int | None = None,
 ) -> Given | None:
-    """Read what requests give, packed as `kernels.ids.read` says; build it at once where the target has memory.
+    """Read what requests give, packed as `kernels.ids.read` says; with memory for columns, also measure and write it.
 
     Parameters
     ----------
     packed : bytes
     requests : int
-    groups : (int, int)
-        Of src and dst.
     ids : (int, int)
         The number of all src ids and dst ids, or more.
-    limit : int
-        Positions lie below it, in blocks.
-    target : Target, optional
-        What the batch is read for.
+    target : Target
+    out : uint64 array, optional
+        Three columns, one behind the other; nothing is written where it is too small.
+    limit : int, optional
+        Positions lie below it, if not below the target's.
 
     Returns
     -------
@@ -167,45 +185,42 @@ def read(
         None if something there is not as it should be.
     """
     _warm("build")
-    program, sort, out = Target(_NO_PROGRAM) if target is None else target
-    memory = np.empty(_words(requests, groups, ids, program, sort), np.int64)
-    steps = item.READ if out is None else item.READ | item.MEASURE | item.WRITE
-    spans = np.empty(requests + 1, np.int64)
-    at = np.frombuffer(packed, np.uint8), memory, spans, _NO_COLUMNS if out is None else out
-    src_ids, dst_ids, size, failed, missing = cpu.build(*program, *at, *groups, *ids, limit, int(sort), steps)
+    program, (src_ids, dst_ids), most = target.program, ids, target.pieces * min(ids)
+    memory = np.empty(
+        arrays.memory_size(
+            *(requests, *target.groups, src_ids, dst_ids, len(program.pairs), len(program.classes)),
+            max(most, 1 << order.RADIX) if target.pieces else 0,
+        ),
+        np.int64,
+    )
+    spans, steps = np.empty(requests + 1, np.int64), item.READ
+    if out is None:
+        out = _NO_COLUMNS
+    else:
+        steps |= item.MEASURE | item.WRITE
+    packed_bytes = np.frombuffer(packed, np.uint8)
+    src_ids, dst_ids, size, failed, missing = cpu.build(
+        *target.given, packed_bytes, memory, spans, out, src_ids, dst_ids, limit or target.limit, steps
+    )
     if src_ids < 0:
         return None
-    measured = None if out is None else Measured(size, failed, missing, 3 * size <= len(out))
-    return Given(memory, spans, groups, (src_ids, dst_ids), measured)
+    return Given(memory, spans, target, (src_ids, dst_ids), size if steps != item.READ else -1, failed, missing)
 
 
-def measure(given: Given, target: Target) -> Measured:
-    """Check and count a batch that was read for this, and write it where there is room. See `kernels.cpu.build`."""
-    program, sort, out = target
-    if len(given.memory) < _words(given.requests, given.groups, given.ids, program, sort):
-        raise AssertionError("a batch is measured that was not read for this program")
-    at = _NO_BYTES, given.memory, given.spans, _NO_COLUMNS if out is None else out
-    *_, size, failed, missing = cpu.build(
-        *(*program, *at), *given.groups, 0, 0, 0, int(sort), item.MEASURE | item.WRITE
-    )
-    return Measured(size, failed, missing, out is not None and 3 * size <= len(out))
+def measure(given: Given, out: UInt64 = _NO_COLUMNS) -> None:
+    """Check and count a batch that was read, and write it where there is room. See `kernels.cpu.build`."""
+    given.descriptors, given.failed, given.missing = _run(given, out, item.MEASURE | item.WRITE)
 
 
-def write(given: Given, target: Target) -> None:
-    """Write the descriptors of a batch that was measured for this, into ``out``: three columns of so many at least."""
-    program, sort, out = target
-    cpu.build(*program, _NO_BYTES, given.memory, given.spans, out, *given.groups, 0, 0, 0, int(sort), item.WRITE)
+def write(given: Given, out: UInt64) -> None:
+    """Write the descriptors of a batch that was measured, into three columns of so many at least."""
+    _run(given, out, item.WRITE)
 
 
-def _words(requests: int, groups: tuple[int, int], ids: tuple[int, int], program: Program, sort: bool) -> int:
-    """Return the words of memory for a batch of so many ids or fewer, and to measure it."""
-    scratch = 0
-    if sort:
-        kind = program.lanes[:, item.LANE_KIND]
-        rows = (program.lanes[:, item.LANE_STOP] - program.lanes[:, item.LANE_START])[kind == item.CHAIN]
-        scratch = max(len(program.classes) * min(ids) * int(rows.max(initial=1)), 1 << order.RADIX)
-    given = arrays.given_size(requests, *groups) + ids[0] + ids[1]
-    return given + arrays.work_size(requests, len(program.pairs), len(program.classes), *ids, scratch)
+def _run(given: Given, out: UInt64, steps: int) -> list[int]:
+    at = _NO_BYTES, given.memory, given.spans, out, 0, 0, 0, steps
+    _, _, *found = cpu.build(*given.target.given, *at)
+    return found  # type: ignore[no-any-return]
 
 
 def cut(
@@ -234,8 +249,8 @@ def cut(
 def outside(address: UInt64, length: UInt64, base: UInt64, nbytes: UInt64) -> int:
     """Return the first row that lies in no single buffer, -1 if there is none. See `kernels.descriptors.outside`."""
     _warm("outside")
-    columns = (np.ascontiguousarray(column, np.uint64) for column in (address, length, base, nbytes))
-    return descriptors.outside(*columns)  # type: ignore[no-any-return]
+    address, length = np.ascontiguousarray(address, np.uint64), np.ascontiguousarray(length, np.uint64)
+    return descriptors.outside(address, length, base, nbytes)  # type: ignore[no-any-return]
 
 
 def copy(src: UInt64, dst: UInt64, length: UInt64) -> None:
@@ -244,13 +259,14 @@ def copy(src: UInt64, dst: UInt64, length: UInt64) -> None:
     descriptors.copy(src.view(np.int64), dst.view(np.int64), length.view(np.int64))
 
 
-def most_nbytes(program: Program, given: Given) -> int:
+def most_nbytes(given: Given) -> int:
     """Return the bytes of all pieces if no request fails at its ids and none is null."""
     _warm("count")
-    return _candidates(program, given)[3]
+    return _candidates(given)[3]
 
 
-def _candidates(program: Program, given: Given) -> tuple[int, ...]:
+def _candidates(given: Given) -> tuple[int, ...]:
+    program = given.target.program
     requests, pairs, classes = given.requests, len(program.pairs), len(program.classes)
     lanes = max(len(program.lanes), 1)
     return known.count_candidates(  # type: ignore[no-any-return]
@@ -272,12 +288,11 @@ def pack(address: UInt64, length: UInt64, spans: Int64, staging: int, unpacks: b
 
 def _build_nothing() -> None:
     memory = np.zeros(arrays.given_size(0, 0, 0), np.int64)
-    cpu.build(*_NO_PROGRAM, _NO_BYTES, memory, _ONE, _NO_COLUMNS, 0, 0, 0, 0, 0, 0, item.READ)
+    cpu.build(*reading((), ()).given, _NO_BYTES, memory, _ONE, _NO_COLUMNS, 0, 0, 0, item.READ)
 
 
 def _count_nothing() -> None:
-    given = Given(np.zeros(arrays.given_size(0, 0, 0), np.int64), _ONE, (0, 0), (0, 0))
-    _candidates(_NO_PROGRAM, given)
+    _candidates(Given(np.zeros(arrays.given_size(0, 0, 0), np.int64), _ONE, reading((), ()), (0, 0)))
 
 
 # What calls each kernel on nothing: the types of its arguments alone decide what is compiled.

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from kvcompile import arena, backend, shapes, topology
 from kvcompile import staging as staging_of
-from kvcompile.backend import Batch, Program, Target
+from kvcompile.backend import Batch, Target
 from kvcompile.cache import Cache
 from kvcompile.descriptors import Descriptors, positive
 from kvcompile.errors import LayoutError, RequestError
@@ -114,9 +114,19 @@ class Plan:
         return f"Plan({len(self.table)} rows, {len(self._program.lanes)} lanes, {len(self.pairs)} group pairs)"
 
     @cached_property
-    def _apart(self) -> Program:
-        """What `pack` runs: the lanes whose pieces can never merge."""
-        return staging_of.apart(self._program)
+    def _target(self) -> Target:
+        """What `build` reads a batch for."""
+        return backend.target(self._program, self.src.block_size, self.dst.block_size)
+
+    @cached_property
+    def _sorted(self) -> Target:
+        """What `build` reads a batch for whose pieces are to be sorted."""
+        return backend.target(self._program, self.src.block_size, self.dst.block_size, sort=True)
+
+    @cached_property
+    def _apart(self) -> Target:
+        """What `pack` reads a batch for: the lanes whose pieces can never merge."""
+        return backend.target(staging_of.apart(self._program), self.src.block_size, self.dst.block_size)
 
     def explain(self) -> str:
         """Tell in words what this plan does: bytes and descriptors a block, and of lanes that cannot merge why not."""
@@ -201,22 +211,22 @@ class Plan:
             raise ValueError("stream and pinned go with device='cuda', which is not given")
         if out is not None and (not isinstance(out, Descriptors) or out._memory is None):
             raise ValueError(f"out is {out!r}, expected an earlier result of build (not a batch of one)")
-        batch_of, sort = list(requests), bool(sort)
+        batch_of = list(requests)
         memory = arena.spare(FEW) if out is None or out._memory is None else out._memory
-        target = Target(self._program, sort, memory)
-        given, ids, errors = gather(batch_of, self.src.block_size, self.dst.block_size, target)
-        measured = given.measured or backend.measure(given, target)
-        if not measured.written:
-            memory = arena.take(measured.descriptors)
-            backend.write(given, target._replace(out=memory))
-        columns, spans = arena.columns(memory, measured.descriptors), given.spans
+        given, ids, errors = gather(batch_of, self._sorted if sort else self._target, memory)
+        if given.descriptors < 0:
+            backend.measure(given, memory)
+        if 3 * given.descriptors > len(memory):
+            memory = arena.take(given.descriptors)
+            backend.write(given, memory)
+        columns, spans = arena.columns(memory, given.descriptors), given.spans
         if max_length is not None or self._has_edges:
             made, spans = backend.cut(columns, spans, max_length, self._src_edges, self._dst_edges)
             if made is not None:
                 memory, columns = made, arena.columns(made, len(made) // 3)
-        failed = self._failed(batch_of, given.status, errors) if measured.failed else None
+        failed = self._failed(batch_of, given.status, errors) if given.failed else None
         uncovered = None
-        if measured.missing:
+        if given.missing:
             uncovered = self._uncovered(batch_of, given.batch, given.uncovered)
         result = Descriptors.__new__(Descriptors) if out is None else out  # which becomes what it would be anew
         Descriptors.__init__(result, *columns, spans, ids, failed, uncovered)

@@ -3,7 +3,6 @@
 import operator
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from functools import lru_cache
 from itertools import chain
 from operator import attrgetter
 from types import NoneType
@@ -53,7 +52,7 @@ class _WrongKindError(TypeError):
 
 
 def gather(
-    requests: Sequence[Request], src_sizes: tuple[int, ...], dst_sizes: tuple[int, ...], target: Target | None = None
+    requests: Sequence[Request], target: Target, out: npt.NDArray[np.uint64] | None = None
 ) -> tuple[Given, tuple[Hashable, ...], dict[int, RequestError]]:
     """Gather what a batch gives into one array: no Python step an id, and an array's ids are copied as they are.
 
@@ -63,10 +62,10 @@ def gather(
     Parameters
     ----------
     requests : sequence of Request
-    src_sizes, dst_sizes : tuple of int
-        Block sizes in tokens, one a group.
-    target : Target, optional
-        What the batch is to be built for; with ``out`` it is built at once where nothing is left to be said of it.
+    target : Target
+        What the batch is read for.
+    out : uint64 array, optional
+        Memory of columns: the batch is measured and written at once where nothing is left to be said of its requests.
 
     Returns
     -------
@@ -83,29 +82,26 @@ def gather(
                 raise ValueError(f"requests[{number}] is a {type(request).__name__}, expected a Request")
     ids, *columns = zip(*map(_GIVEN, requests), strict=True) if requests else [()] * 6
     try:
-        distinct = len(set(ids))
+        distinct = len(set(ids)) == len(ids)
     except TypeError as error:  # no key of `failed`: the caller's error, not the request's
         raise ValueError(f"requests have ids {[*ids]!r:.200}, expected hashable ones: {error}") from error
     errors: dict[int, RequestError] = {}
-    groups = len(src_sizes), len(dst_sizes)
-    if distinct < len(ids):
-        target = _later(target)
-    given = _read(columns, groups, _limit(src_sizes, dst_sizes), target)
+    given = _read(columns, target, out if distinct else None)
     if given is None:
         exact = []
         for number, request in enumerate(requests):
             try:
-                exact.append(_exact(request, src_sizes, dst_sizes))
+                exact.append(_exact(request, *target.sizes))
             except RequestError as error:
                 errors[number] = error
-                exact.append(Request(None, [[]] * groups[0], [[]] * groups[1]))
+                exact.append(Request(None, [[]] * target.groups[0], [[]] * target.groups[1]))
         _, *columns = zip(*map(_GIVEN, exact), strict=True)
-        given = _read(columns, groups, item.MOST_TOKENS, _later(target))
+        given = _read(columns, target, None, item.MOST_TOKENS)
         if given is None:
             raise AssertionError("requests of exact kinds were not understood")
         if errors:
             given.status[list(errors), item.CODE] = item.REFUSED
-    if distinct < len(ids):
+    if not distinct:
         seen = Counter(ids)
         given.batch.twice[:] = [seen[one] > 1 for one in ids]
     return given, ids, errors
@@ -117,41 +113,27 @@ FEW_NBYTES = 512
 _REQUEST = frozenset({Request})
 _GIVEN = attrgetter("id", "src_blocks", "dst_blocks", "src_first", "dst_first", "num_tokens")
 _KEPT = frozenset(np.typecodes["Integer"] + "BHI")  # what every value of fits int64
-_PLAIN = frozenset({list, tuple, int, NoneType})
-_LISTS = frozenset({list, tuple})
-_KNOWN = _LISTS | {np.ndarray, Elsewhere}
+_KNOWN = frozenset({list, tuple, int, NoneType, np.ndarray, Elsewhere})
 
 
-@lru_cache
-def _limit(src_sizes: tuple[int, ...], dst_sizes: tuple[int, ...]) -> int:
-    """Return what positions lie below, in blocks of any group."""
-    return item.MOST_TOKENS // max((*src_sizes, *dst_sizes, 1))
-
-
-def _later(target: Target | None) -> Target | None:
-    """Return the same target, of a batch that isn't built before something is said of its requests."""
-    return None if target is None else target._replace(out=None)
-
-
-def _read(columns: Sequence[Sequence[Any]], groups: tuple[int, int], limit: int, target: Target | None) -> Given | None:
+def _read(
+    columns: Sequence[Sequence[Any]], target: Target, out: npt.NDArray[np.uint64] | None, limit: int | None = None
+) -> Given | None:
     """Pack the columns of `_GIVEN` but for ids, and have them read; None if something there is odd."""
     src, dst, *_ = columns
     try:
         # What msgspec packs as what it is not: a set as a list, for one. All else the kernel sees.
-        if not _PLAIN.issuperset(map(type, chain(*columns))):
+        kinds = set(map(type, chain(*columns, *src, *dst)))
+        if not kinds <= _KNOWN:
             return None
-        kinds = set(map(type, chain(*src, *dst)))
-        if kinds <= _LISTS:
-            packed = msgspec.msgpack.encode(columns)
-        elif kinds <= _KNOWN:
-            packed = msgspec.msgpack.encode(columns, enc_hook=_ids)
+        packed = msgspec.msgpack.encode(columns, enc_hook=_ids)
+        if len(packed) <= FEW_NBYTES and Elsewhere not in kinds:
+            most = len(packed), len(packed)
         else:
-            return None
-        few = len(packed) <= FEW_NBYTES and kinds <= _LISTS
-        ids = (len(packed),) * 2 if few else (sum(map(len, chain(*src))), sum(map(len, chain(*dst))))
+            most = sum(map(len, chain(*src))), sum(map(len, chain(*dst)))
     except (TypeError, OverflowError, ValueError, RecursionError):
         return None
-    return backend.read(packed, len(src), groups, ids, limit, target)
+    return backend.read(packed, len(src), most, target, out, limit)
 
 
 def _ids(value: Any) -> object:

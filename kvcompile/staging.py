@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcompile import arena, backend
-from kvcompile.backend import Program, Target
+from kvcompile.backend import Program
 from kvcompile.errors import RequestError
 from kvcompile.kernels import item
 from kvcompile.program import with_lanes
@@ -87,8 +87,8 @@ def apart(program: Program) -> Program:
 
 def packed_nbytes(plan: "Plan", requests: Sequence[Request]) -> int:
     """Return the bytes that a staging buffer needs; nulls and failed requests make it fewer."""
-    given, *_ = gather(requests, plan.src.block_size, plan.dst.block_size)
-    return backend.most_nbytes(plan._apart, given)
+    given, *_ = gather(requests, plan._apart)
+    return backend.most_nbytes(given)
 
 
 def pack(plan: "Plan", requests: Sequence[Request], staging: Any, unpacks: bool) -> Packed:
@@ -108,22 +108,21 @@ def pack(plan: "Plan", requests: Sequence[Request], staging: Any, unpacks: bool)
     ValueError
         The buffer is too small, not contiguous, or cannot be written to.
     """
-    program, target = plan._apart, Target(plan._apart)
-    given, ids, errors = gather(requests, plan.src.block_size, plan.dst.block_size, target)
+    given, ids, errors = gather(requests, plan._apart)
     room = span(staging)
     if not unpacks and not room.flags.writeable:
         raise ValueError("staging is read-only, expected writable memory")
-    if room.nbytes < (need := backend.most_nbytes(program, given)):
+    if room.nbytes < (need := backend.most_nbytes(given)):
         raise too_small(room.nbytes, need)
-    measured = backend.measure(given, target)
-    memory = arena.take(measured.descriptors)
-    backend.write(given, target._replace(out=memory))
-    src, dst, length = arena.columns(memory, measured.descriptors)
+    backend.measure(given)
+    memory = arena.take(given.descriptors)
+    backend.write(given, memory)
+    src, dst, length = arena.columns(memory, given.descriptors)
     spans = backend.pack(dst if unpacks else src, length, given.spans, room.ctypes.data, unpacks)
     found = Found(
         spans,
-        plan._failed(requests, given.status, errors) if measured.failed else {},
-        plan._uncovered(requests, given.batch, given.uncovered) if measured.missing else {},
+        plan._failed(requests, given.status, errors) if given.failed else {},
+        plan._uncovered(requests, given.batch, given.uncovered) if given.missing else {},
     )
     return Packed(ids, found)
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from numba import config
 
 import kvcompile
-from kvcompile import Cache, Descriptors, Field, Group, Plan, Region, Request, device
+from kvcompile import Cache, Descriptors, Field, Group, Plan, Region, Request, backend, device
 from kvcompile.device import job
 from kvcompile.device.ids import Lists, stand_in
 from kvcompile.kernels import cuda as grids
@@ -261,7 +261,7 @@ def test_ids_on_the_device_cost_the_host_nothing() -> None:
 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     changed, arrays = stand_in([Request("a", [Many()], [[1, 2]]), Request("b", [[3]], [Many()])])
-    given, *_ = gather(changed[:1], (4,), (4,))
+    given, *_ = gather(changed[:1], backend.reading((4,), (4,)))
     batch = given.batch
     assert (batch.src_at.tolist(), given.status[0, item.CODE]) == ([0, 2**27], item.OK)
     assert len(arrays) == 2

@@ -125,7 +125,7 @@ def test_lists_that_changed_while_they_were_counted(kinds: tuple[Callable[..., o
     src, dst = (kind(ids) for kind, ids in zip(kinds, ([7, 1, 3, 5], [2, 9]), strict=True))
     packed = msgspec.msgpack.encode([[[src]], [[dst]], [None], [None], [None]], enc_hook=request._ids)
     for room in itertools.product(range(6), repeat=2):
-        given = backend.read(packed, 1, (1, 1), room, 1)
+        given = backend.read(packed, 1, room, backend.reading((1,), (1,)))
         if room[0] < 4 or room[1] < 2:
             assert given is None
             continue

@@ -162,7 +162,7 @@ def pack(plan: "Plan", requests: Sequence[Request], staging: Any, memory: Memory
     from kvcompile.kernels import cuda_descriptors  # noqa: PLC0415
 
     address, nbytes, follows = span_of(staging)
-    program = plan._apart
+    program = plan._apart.program
     with memory:
         if follows is not None:
             memory.follow(follows)

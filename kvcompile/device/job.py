@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from kvcompile import backend
 from kvcompile.backend import Program
 from kvcompile.device.ids import Lists, stand_in
 from kvcompile.device.memory import Memory
@@ -58,7 +59,7 @@ class Job:
 
         self.plan, self.memory = plan, memory
         self.requests, self.arrays = stand_in(requests)
-        gathered, _, self.errors = gather(self.requests, plan.src.block_size, plan.dst.block_size)
+        gathered, _, self.errors = gather(self.requests, backend.reading(plan.src.block_size, plan.dst.block_size))
         self.batch, self.status = gathered.batch, gathered.status
         lists = Lists(self.batch, self.arrays, len(program.src_groups), len(program.dst_groups))
         count = len(requests)

@@ -52,6 +52,13 @@ class Transfer:
         Nothing moves any more, as far as the transport has said.
     """
 
+    moved = 0
+    sent = 0
+    asking = False
+    left = False
+    bar: "_Bar | None" = None  # of what was under way when the caller left
+    fault: Exception | None = None
+
     def __init__(
         self, kind: Kind, session: str, descriptors: Descriptors, timeout: float | None, digest: str | None
     ) -> None:
@@ -62,12 +69,6 @@ class Transfer:
         self.deadline = None if timeout is None else time.monotonic() + timeout
         self.digest = digest
         self.total = len(descriptors)
-        self.moved = 0
-        self.sent = 0
-        self.asking = False
-        self.bar: _Bar | None = None  # of what was under way when the caller left
-        self.left = False
-        self.fault: Exception | None = None
         self.over = threading.Event()
         self.lock = threading.Lock()
 
@@ -198,6 +199,8 @@ class Bars:
 
     def refuse(self, transfer: Transfer) -> None:
         """Raise TransferError if what is left of a transfer touches bytes that *another* one may still write."""
+        if not self._bars:
+            return
         with self._lock:
             bars = [bar for bar in self._bars if bar.place == transfer.place and bar.transfer is not transfer]
         if transfer.kind == "write" and transfer.memory is not None:

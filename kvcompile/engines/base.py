@@ -3,14 +3,12 @@
 It moves nothing itself: an engine below it moves one batch.
 """
 
-import contextlib
 import secrets
 import threading
 import time
 from abc import abstractmethod
-from collections import defaultdict
 from collections.abc import Iterator
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
@@ -56,13 +54,13 @@ class Engine(Transfers):
             if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
                 raise ValueError(f"{name} is {limit!r}, expected a positive integer or None")
         super().__init__()
-        self._limits = {"max_descriptors": max_descriptors, "max_nbytes": max_nbytes}
+        self._limits = max_descriptors, max_nbytes
         self._idle = threading.Condition()
         self._flights = 0
         self._buffers: tuple[Buffer, ...] = ()
         self._spans: tuple[tuple[Buffer, ...], Addresses, Addresses] = ((), *spans_of(()))
         self._digests: list[str] = []
-        self._turns: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
+        self._turns: dict[str, threading.Lock] = {}
 
     def register(self, cache: Cache) -> Cache:
         """Register the buffers of a cache, each once, so that peers can reach them.
@@ -132,32 +130,30 @@ class Engine(Transfers):
         """Raise TransferError for what can be known to be wrong before a byte moves."""
 
     @abstractmethod
-    def _move(self, kind: str, session: str, batch: Descriptors) -> None:
+    def _move(self, kind: str, session: str, batch: Any) -> None:
         """Move one batch, which keeps to the limits, without the GIL; TransferError if that failed.
 
         BatchError where it is known which rows have arrived.
         """
 
-    def _ready(self, batches: Iterator[Descriptors]) -> Iterator[Descriptors]:
-        """Pass batches on, made ready for `_move` where that is work."""
+    def _ready(self, batches: Iterator[Descriptors]) -> Iterator[Any]:
+        """Pass batches on, or what `_move` takes in their place, of as many rows: made while one is moved."""
         return batches
 
-    @contextlib.contextmanager
-    def _flight(self, session: str) -> Iterator[None]:
-        """Hold the memory that a transfer with a peer uses: `unregister` waits for the end."""
-        with self._idle:
-            self._flights += 1
-        try:
-            yield
-        finally:
-            with self._idle:
-                self._flights -= 1
-                self._idle.notify_all()
+    def _held(self, session: str) -> "tuple[Engine, ...]":
+        """Return the engines whose registered memory a transfer with a peer uses; TransferError if there is none."""
+        return (self,)
 
     def _carry(self, transfer: Transfer, retries: int, ask: Ask | None) -> None:
         """Move batch after batch, and again what a failure left, until all is there or the caller has left."""
+        held: tuple[Engine, ...] = ()
         try:
-            with self._turn(transfer.session), self._flight(transfer.session):
+            held = self._held(transfer.session)
+            for engine in held:  # `unregister` waits for the end
+                with engine._idle:
+                    engine._flights += 1
+            turn = self._turns.get(transfer.session) or self._turns.setdefault(transfer.session, threading.Lock())
+            with turn:
                 self._check(transfer.kind, transfer.session, transfer.descriptors)
                 for attempt in range(retries + 1):
                     if attempt:
@@ -177,6 +173,10 @@ class Engine(Transfers):
         except Exception as fault:  # raised again where the caller is
             transfer.fault = fault
         finally:
+            for engine in held:
+                with engine._idle:
+                    engine._flights -= 1
+                    engine._idle.notify_all()
             with transfer.lock:
                 transfer.over.set()
                 if transfer.bar is not None and transfer.moved >= transfer.sent:
@@ -184,7 +184,7 @@ class Engine(Transfers):
 
     def _send(self, transfer: Transfer) -> None:
         """Move what has not certainly arrived, until the caller has left."""
-        for batch in self._ready(rest(transfer.descriptors, transfer.moved).batches(**self._limits)):
+        for batch in self._ready(rest(transfer.descriptors, transfer.moved)._batches(*self._limits)):
             if not transfer.start(len(batch)):
                 return
             self._move(transfer.kind, transfer.session, batch)
@@ -232,10 +232,6 @@ class Engine(Transfers):
         if of is not buffers:  # sorted once, not at every transfer
             of, base, nbytes = self._spans = buffers, *spans_of(buffers)
         return backend.outside(address, length, base, nbytes)
-
-    def _turn(self, session: str) -> threading.Lock:
-        with self._idle:
-            return self._turns[session]
 
 
 def spans_of(buffers: tuple[Buffer, ...]) -> tuple[Addresses, Addresses]:

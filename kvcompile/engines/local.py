@@ -1,10 +1,8 @@
 """The engine for one process: peers are other engines of the process, and bytes move by a jitted loop. No network."""
 
-import contextlib
 import os
 import secrets
 import weakref
-from collections.abc import Iterator
 from typing import ClassVar
 
 from kvcompile import backend
@@ -52,10 +50,8 @@ class LocalEngine(Engine):
     def _ask(self, session: str) -> tuple[str, ...]:
         return tuple(self._peer(session)._digests)
 
-    @contextlib.contextmanager
-    def _flight(self, session: str) -> Iterator[None]:
-        with super()._flight(session), Engine._flight(self._peer(session), session):
-            yield
+    def _held(self, session: str) -> tuple[Engine, ...]:
+        return self, self._peer(session)
 
     def _check(self, kind: str, session: str, descriptors: Descriptors) -> None:
         peer = self._peer(session)

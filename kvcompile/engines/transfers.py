@@ -185,10 +185,7 @@ class Transfers(ABC):
     def _conclude(self, transfer: Transfer, timeout: float | None = None) -> None:
         """Wait for a transfer, and raise what went wrong; give it up when the time is over."""
         _check_timeout(timeout)
-        until = [] if timeout is None else [time.monotonic() + timeout]
-        if transfer.deadline is not None and not transfer.left:
-            until.append(transfer.deadline)
-        if not transfer.over.wait(max(0.0, min(until) - time.monotonic()) if until else None):
+        if not transfer.over.is_set() and not transfer.over.wait(_seconds(transfer, timeout)):
             with transfer.lock:
                 given_up = not transfer.over.is_set()
                 if given_up and not transfer.left:
@@ -208,6 +205,14 @@ class Transfers(ABC):
             raise transfer.error(HandshakeError, str(fault)) from fault
         if fault is not None:
             raise fault
+
+
+def _seconds(transfer: Transfer, timeout: float | None) -> float | None:
+    """Return how long a caller waits at most."""
+    if transfer.deadline is None or transfer.left:
+        return timeout
+    left = max(0.0, transfer.deadline - time.monotonic())
+    return left if timeout is None else min(left, timeout)
 
 
 def _check_timeout(timeout: float | None) -> None:
