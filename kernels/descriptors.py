@@ -9,6 +9,7 @@ __all__ = ["copy", "cut", "outside"]
 
 
 to_edge = jit(item.to_edge)
+last_start = jit(item.last_start)
 
 
 @entry
@@ -72,7 +73,7 @@ def outside(address, length, base, nbytes):
     buffer = 0
     for i in range(len(address)):
         if len(base) > 0 and address[i] - base[buffer] >= nbytes[buffer]:  # not where the last one lay: search
-            buffer = max(np.searchsorted(base, address[i], side="right") - 1, 0)
+            buffer = last_start(base, 1, address[i])
         # Below the base the difference wraps around, and is above every size.
         if len(base) == 0 or address[i] - base[buffer] > nbytes[buffer]:
             return i

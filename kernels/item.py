@@ -254,12 +254,13 @@ def cuts(length, most):
 
 
 def last_start(starts, columns, i):
-    """Return the last line whose first column is at most ``i``; that column ascends from 0.
+    """Return the last line whose first column is at most ``i``, or line 0; that column ascends.
 
     Parameters
     ----------
-    starts : int64 array [lines * columns]
-    columns, i : int64
+    starts : int64 or uint64 array [lines * columns]
+    columns : int64
+    i : of the type of ``starts``
     """
     low, high = 0, len(starts) // columns
     while high - low > 1:

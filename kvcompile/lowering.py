@@ -9,6 +9,7 @@ are at the start of a block.
 
 import math
 from collections.abc import Collection
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -51,7 +52,9 @@ class _Place(NamedTuple):
     cache: Cache
     region: Region
     field: Field
-    geometry: int  # equal in one cache where all is equal that the cells' offsets depend on
+    geometry: int  # equal in one cache where all is equal that the cells' offsets depend on, and the group
+    base: int  # of the region
+    kind: tuple[int, int, int]  # group, buffer, bytes from one block id to the next
 
     @property
     def tokens(self) -> int:
@@ -68,42 +71,27 @@ class _Place(NamedTuple):
         return self.cache.tp_rank % self.dcp
 
     @property
-    def buffer(self) -> int:
-        return self.cache.buffer_of(self.region.base + self.field.offset)
-
-    @property
     def stride(self) -> int:
-        """Bytes from one block id to the next."""
-        return self.region.block_stride * self.region.kernel_blocks
+        return self.kind[2]
 
 
 class _Walked(NamedTuple):
     """The pieces of one geometry, relative to the regions' bases, and the src bytes they take in two periods."""
 
-    key: tuple[object, ...]
+    number: int
     pieces: Pieces
-    hull: tuple[int, int]
-    cells: int
+    start: int
+    stop: int
 
 
 class _Pair(NamedTuple):
-    """A field on both sides, and what was walked of it."""
+    """A field on both sides, what was walked of it, and the src addresses that it takes with ids 0, 1, 2, ..."""
 
+    start: int
+    stop: int  # of two periods
     src: _Place
     dst: _Place
     walked: _Walked
-
-    @property
-    def hull(self) -> tuple[int, int]:
-        """Range of src addresses that the pieces take with ids 0, 1, 2, ... in two periods."""
-        start, stop = self.walked.hull
-        return self.src.region.base + start, self.src.region.base + stop
-
-    @property
-    def kind(self) -> tuple[int, int, int, int, int, int]:
-        """Pieces of different kinds never join: groups, buffers, strides."""
-        a, b = self.src, self.dst
-        return a.region.group, b.region.group, a.buffer, b.buffer, a.stride, b.stride
 
 
 def periods(src_block_size: int, dst_block_size: int, state: bool) -> tuple[int, int]:
@@ -144,27 +132,26 @@ def lower(
         block sizes without a useful common period, or a table beyond what any deployment has.
     """
     src_places, dst_places = _places(src, layers), _places(dst, layers)
-    walked: dict[tuple[object, ...], _Walked] = {}
-    found: dict[tuple[int, ...], list[_Pair]] = {}
+    walked: dict[tuple[int, int], _Walked] = {}
+    found: dict[tuple[tuple[int, int, int], ...], list[_Pair]] = {}  # pieces of different kinds never join
     pairs: set[GroupPair] = set()
     cells = 0
     for layer in (layer for layer in dst_places if layer in src_places):
         for a, b in _match(layer, src_places[layer], dst_places[layer]):
-            groups = a.region.group, b.region.group
-            key = (groups, a.geometry, b.geometry)
-            if key not in walked:
+            of = walked.get((a.geometry, b.geometry))
+            if of is None:
                 _check_same(a, b)
-                if groups not in pairs:
-                    pairs.add(_group_pair(a, b))
-                walked[key] = _walk(key, a, b, election, MAX_CELLS - cells)
-                cells += walked[key].cells
-            if len(walked[key].pieces):
-                pair = _Pair(a, b, walked[key])
-                found.setdefault(pair.kind, []).append(pair)
-    folded: dict[tuple[object, ...], _Folded] = {}
-    for kind, same_kind in found.items():
+                pairs.add(_group_pair(a, b))
+                walks = _cells(a, b, election, MAX_CELLS - cells)
+                of = walked[a.geometry, b.geometry] = _walk(len(walked), walks, a.stride)
+                cells += len(walks)
+            if len(of.pieces):
+                pair = _Pair(a.base + of.start, a.base + of.stop, a, b, of)
+                found.setdefault((a.kind, b.kind), []).append(pair)
+    folded: dict[tuple[tuple[int, ...], ...], _Folded] = {}
+    for same_kind in found.values():
         for cluster in _clusters(same_kind, whole=bridge_padding):
-            _fold_cluster(cluster, kind, folded, bridge_padding)
+            _fold_cluster(cluster, folded, bridge_padding)
     ordered = sorted(pairs, key=lambda pair: (pair.dst_group, pair.src_group))
     return _placed(folded.values()), tuple(ordered)
 
@@ -186,10 +173,13 @@ def _places(cache: Cache, layers: Collection[str | int] | None) -> dict[str | in
         places = {}
         numbers: dict[tuple[object, ...], int] = {}
         for region in cache.regions:
+            stride = region.block_stride * region.kernel_blocks
             for field in region.fields:
-                geometry = (field, region.block_stride, region.kernel_blocks)
+                geometry = (field, region.block_stride, region.kernel_blocks, region.group)
                 number = numbers.setdefault(geometry, len(numbers))
-                places.setdefault(region.layer, {})[field.name] = _Place(cache, region, field, number)
+                kind = (region.group, cache.buffer_of(region.base + field.offset), stride)
+                place = _Place(cache, region, field, number, region.base, kind)
+                places.setdefault(region.layer, {})[field.name] = place
         cache.__dict__["_places"] = places
     return places if layers is None else {layer: places[layer] for layer in places if layer in layers}
 
@@ -231,14 +221,14 @@ def _group_pair(src: _Place, dst: _Place) -> GroupPair:
     return GroupPair(src.region.group, dst.region.group)
 
 
-def _walk(key: tuple[object, ...], src: _Place, dst: _Place, election: str, most: int) -> _Walked:
-    cells = _cells(src, dst, election, most)
+def _walk(number: int, cells: Pieces, stride: int) -> _Walked:
+    """Join cells, which lie so many bytes from one src block id to the next."""
     pieces = join(cells)
     if not len(pieces):
-        return _Walked(key, pieces, (0, 0), 0)
-    begin = pieces["src_origin"] + pieces["src_phase"].astype(np.uint64) * np.uint64(src.stride)
-    end = int((begin + pieces["length"]).max()) + int(pieces["src_step"][0]) * src.stride
-    return _Walked(key, pieces, (int(begin.min()), end), len(cells))
+        return _Walked(number, pieces, 0, 0)
+    begin = pieces["src_origin"] + pieces["src_phase"].astype(np.uint64) * np.uint64(stride)
+    end = int((begin + pieces["length"]).max()) + int(pieces["src_step"][0]) * stride
+    return _Walked(number, pieces, int(begin.min()), end)
 
 
 def _cells(src: _Place, dst: _Place, election: str, most: int) -> Pieces:
@@ -302,15 +292,14 @@ def _elected_heads(src: _Place, dst: _Place, election: str) -> tuple[Int64, Int6
 
 
 def _clusters(same_kind: list[_Pair], whole: bool) -> list[list[_Pair]]:
-    """Split pairs of one kind where nothing of theirs can touch on src: there their hulls leave a gap."""
+    """Split pairs of one kind where nothing of theirs can touch on src: there their addresses leave a gap."""
     clusters: list[list[_Pair]] = []
     reach = -1
-    for pair in sorted(same_kind, key=lambda pair: pair.hull):
-        start, stop = pair.hull
-        if start > reach and not (whole and clusters):
+    for pair in sorted(same_kind, key=itemgetter(0, 1)):
+        if pair.start > reach and not (whole and clusters):
             clusters.append([])
         clusters[-1].append(pair)
-        reach = max(reach, stop)
+        reach = max(reach, pair.stop)
     return clusters
 
 
@@ -318,34 +307,35 @@ class _Folded(NamedTuple):
     """The rows of a cluster, relative to its first regions' bases, and everywhere that an equal cluster stands."""
 
     rows: Pieces
-    places: list[tuple[int, ...]]  # src, dst base; src, dst group; src, dst buffer
+    places: list[tuple[int, ...]]  # src, dst base; src group, buffer; dst group, buffer
 
 
 def _fold_cluster(
-    cluster: list[_Pair], kind: tuple[int, ...], folded: dict[tuple[object, ...], _Folded], bridge_padding: bool
+    cluster: list[_Pair], folded: dict[tuple[tuple[int, ...], ...], _Folded], bridge_padding: bool
 ) -> None:
     """Join and fold the pieces of a cluster, unless that was done for an equal one."""
-    src, dst = cluster[0].src, cluster[0].dst
-    shifts = [(pair.src.region.base - src.region.base, pair.dst.region.base - dst.region.base) for pair in cluster]
-    key: tuple[object, ...] = tuple((*pair.walked.key, *shift) for pair, shift in zip(cluster, shifts, strict=True))
+    _, _, src, dst, _ = cluster[0]
+    key: tuple[tuple[int, ...], ...] = tuple(
+        [(walked.number, a.base - src.base, b.base - dst.base) for _, _, a, b, walked in cluster]
+    )
     if bridge_padding:  # depends on what else lies around
-        key = (*key, src.region.base, dst.region.base)
+        key = (*key, (src.base, dst.base))
     if key not in folded:
         if sum(len(pair.walked.pieces) for pair in cluster) > MAX_PIECES:
             raise LayoutError(
                 f"layer {src.region.layer!r:.80} and {len(cluster) - 1} more fields whose memory hangs together: over "
                 f"{MAX_PIECES} pieces in a period, expected fewer"
             )
-        pieces = [_shift(pair.walked.pieces, *shift) for pair, shift in zip(cluster, shifts, strict=True)]
+        pieces = [_shift(pair.walked.pieces, *shift) for pair, (_, *shift) in zip(cluster, key, strict=False)]
         for owner, of_field in enumerate(pieces):
             of_field["owner"] = owner
         joined = pieces[0] if len(pieces) == 1 else join(np.concatenate(pieces))
         if bridge_padding:
-            joined = _shift(joined, src.region.base, dst.region.base)
+            joined = _shift(joined, src.base, dst.base)
             joined = bridge.bridge(joined, src.cache, dst.cache, src.region.group, dst.region.group)
-            joined = _shift(joined, -src.region.base, -dst.region.base)
+            joined = _shift(joined, -src.base, -dst.base)
         folded[key] = _Folded(strided.fold(joined), [])
-    folded[key].places.append((src.region.base, dst.region.base, *kind[:4]))
+    folded[key].places.append((src.base, dst.base, *src.kind[:2], *dst.kind[:2]))
 
 
 def _placed(folded: Collection[_Folded]) -> Pieces:
@@ -364,7 +354,7 @@ def _placed(folded: Collection[_Folded]) -> Pieces:
         )
         here["src_origin"] += src_base
         here["dst_origin"] += dst_base
-        for name, column in zip(("src_group", "dst_group", "src_buffer", "dst_buffer"), rest, strict=True):
+        for name, column in zip(("src_group", "src_buffer", "dst_group", "dst_buffer"), rest, strict=True):
             here[name] = column
     return table
 

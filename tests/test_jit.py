@@ -202,6 +202,20 @@ def test_warmup_is_known_to_another_process() -> None:
     assert misses == 0
 
 
+def test_kernels_load_without_all_that_numba_can_compile() -> None:
+    """That takes longer than to load them; and whatever the process compiles afterwards, it can."""
+    kvcompile.warmup()
+    code = (
+        "import sys, numba, numpy as np, kvcompile; kvcompile.warmup(); print('numba.np.linalg' in sys.modules);"
+        "f = numba.njit(lambda x: np.sort(x).sum()); print(f(np.array([4.0, 3.0])));"
+        "from kvcompile import backend; print(len(backend.cpu.build.signatures), len(backend.cpu.write.signatures));"
+        "again = numba.njit(backend.descriptors.outside.py_func); none = np.empty(0, np.uint64);"
+        "print(again(none, none, none, none))"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert found.stdout.split() == ["False", "7.0", "1", "0", "-1"]
+
+
 def run(plan: Plan, requests: list[Request]) -> tuple[object, ...]:
     built = plan.build(requests)
     return (
