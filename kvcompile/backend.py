@@ -72,12 +72,9 @@ class Target(msgspec.Struct, frozen=True):
     sizes: tuple[tuple[int, ...], tuple[int, ...]]  # tokens of a block of each src and dst group
     limit: int  # positions lie below it, in blocks of any group
     pieces: int  # of each pair of blocks, at most, if they are to be sorted; else 0
+    groups: tuple[int, int]
+    parts: tuple[int, int]  # group pairs and classes
     given: tuple[Any, ...]  # to every call of `kernels.cpu.build`, first
-
-    @property
-    def groups(self) -> tuple[int, int]:
-        """How many src and dst groups there are."""
-        return len(self.sizes[0]), len(self.sizes[1])
 
 
 def target(program: Program, src_sizes: tuple[int, ...], dst_sizes: tuple[int, ...], sort: bool = False) -> Target:
@@ -88,7 +85,8 @@ def target(program: Program, src_sizes: tuple[int, ...], dst_sizes: tuple[int, .
         rows = (program.lanes[:, item.LANE_STOP] - program.lanes[:, item.LANE_START])[kind == item.CHAIN]
         pieces = len(program.classes) * int(rows.max(initial=1))
     limit = item.MOST_TOKENS // max((*src_sizes, *dst_sizes, 1))
-    return Target(program, (src_sizes, dst_sizes), limit, pieces, (*program, len(src_sizes), len(dst_sizes), int(sort)))
+    groups, parts = (len(src_sizes), len(dst_sizes)), (len(program.pairs), len(program.classes))
+    return Target(program, (src_sizes, dst_sizes), limit, pieces, groups, parts, (*program, *groups, int(sort)))
 
 
 @lru_cache
@@ -185,26 +183,16 @@ def read(
         None if something there is not as it should be.
     """
     _warm("build")
-    program, (src_ids, dst_ids), most = target.program, ids, target.pieces * min(ids)
-    memory = np.empty(
-        arrays.memory_size(
-            *(requests, *target.groups, src_ids, dst_ids, len(program.pairs), len(program.classes)),
-            max(most, 1 << order.RADIX) if target.pieces else 0,
-        ),
-        np.int64,
-    )
-    spans, steps = np.empty(requests + 1, np.int64), item.READ
+    scratch = max(target.pieces * min(ids), 1 << order.RADIX) if target.pieces else 0
+    sizes = requests, *target.groups, *ids, *target.parts, scratch
+    memory, spans = np.empty(arrays.memory_size(*sizes), np.int64), np.empty(requests + 1, np.int64)
+    at = *target.given, np.frombuffer(packed, np.uint8), memory, spans
     if out is None:
-        out = _NO_COLUMNS
-    else:
-        steps |= item.MEASURE | item.WRITE
-    packed_bytes = np.frombuffer(packed, np.uint8)
-    src_ids, dst_ids, size, failed, missing = cpu.build(
-        *target.given, packed_bytes, memory, spans, out, src_ids, dst_ids, limit or target.limit, steps
-    )
-    if src_ids < 0:
-        return None
-    return Given(memory, spans, target, (src_ids, dst_ids), size if steps != item.READ else -1, failed, missing)
+        src_ids, dst_ids, *_ = cpu.build(*at, _NO_COLUMNS, *ids, limit or target.limit, item.READ)
+        return None if src_ids < 0 else Given(memory, spans, target, (src_ids, dst_ids))
+    steps = item.READ | item.MEASURE | item.WRITE
+    src_ids, dst_ids, size, failed, missing = cpu.build(*at, out, *ids, limit or target.limit, steps)
+    return None if src_ids < 0 else Given(memory, spans, target, (src_ids, dst_ids), size, failed, missing)
 
 
 def measure(given: Given, out: UInt64 = _NO_COLUMNS) -> None:

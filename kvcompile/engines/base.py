@@ -7,7 +7,7 @@ import secrets
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import msgspec
@@ -55,7 +55,8 @@ class Engine(Transfers):
                 raise ValueError(f"{name} is {limit!r}, expected a positive integer or None")
         super().__init__()
         self._limits = max_descriptors, max_nbytes
-        self._idle = threading.Condition()
+        self._lock = threading.Lock()
+        self._idle = threading.Condition(self._lock)  # no flights
         self._flights = 0
         self._buffers: tuple[Buffer, ...] = ()
         self._spans: tuple[tuple[Buffer, ...], Addresses, Addresses] = ((), *spans_of(()))
@@ -136,9 +137,9 @@ class Engine(Transfers):
         BatchError where it is known which rows have arrived.
         """
 
-    def _ready(self, batches: Iterator[Descriptors]) -> Iterator[Any]:
-        """Pass batches on, or what `_move` takes in their place, of as many rows: made while one is moved."""
-        return batches
+    def _ready(self, descriptors: Descriptors) -> Iterable[Any]:
+        """Return the batches of a transfer within the limits, or what `_move` takes in place of each."""
+        return descriptors._batches(*self._limits)
 
     def _held(self, session: str) -> "tuple[Engine, ...]":
         """Return the engines whose registered memory a transfer with a peer uses; TransferError if there is none."""
@@ -150,7 +151,7 @@ class Engine(Transfers):
         try:
             held = self._held(transfer.session)
             for engine in held:  # `unregister` waits for the end
-                with engine._idle:
+                with engine._lock:
                     engine._flights += 1
             turn = self._turns.get(transfer.session) or self._turns.setdefault(transfer.session, threading.Lock())
             with turn:
@@ -174,17 +175,18 @@ class Engine(Transfers):
             transfer.fault = fault
         finally:
             for engine in held:
-                with engine._idle:
+                with engine._lock:
                     engine._flights -= 1
-                    engine._idle.notify_all()
+                    if not engine._flights:
+                        engine._idle.notify_all()
             with transfer.lock:
-                transfer.over.set()
+                transfer.end()
                 if transfer.bar is not None and transfer.moved >= transfer.sent:
                     self._bars.lift(transfer.bar)
 
     def _send(self, transfer: Transfer) -> None:
         """Move what has not certainly arrived, until the caller has left."""
-        for batch in self._ready(rest(transfer.descriptors, transfer.moved)._batches(*self._limits)):
+        for batch in self._ready(rest(transfer.descriptors, transfer.moved)):
             if not transfer.start(len(batch)):
                 return
             self._move(transfer.kind, transfer.session, batch)

@@ -7,7 +7,7 @@ import importlib
 import json
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import Any
 
 from kvcompile.descriptors import Descriptors
@@ -169,8 +169,15 @@ class MooncakeEngine(Engine):
                 f"expected them inside one registered buffer of this engine"
             )
 
-    def _ready(self, batches: Iterator[Descriptors]) -> Iterator[Any]:
-        return ahead(batches, _Lists) if self._native is None else batches
+    def _ready(self, descriptors: Descriptors) -> Iterable[Any]:
+        if self._native is not None:
+            return super()._ready(descriptors)
+        most, most_nbytes = self._limits
+        if most is not None and len(descriptors) <= most:  # one call, as most are
+            lists = _Lists(descriptors)
+            if most_nbytes is None or sum(lists.length) <= most_nbytes:
+                return (lists,)
+        return ahead(descriptors._batches(most, most_nbytes), _Lists)
 
     def _move(self, kind: str, session: str, batch: Any) -> None:
         try:

@@ -143,7 +143,7 @@ class Transfers(ABC):
 
     @abstractmethod
     def _carry(self, transfer: Transfer, retries: int, ask: Ask | None) -> None:
-        """Carry a transfer out, raise nothing, and set ``over`` at the end."""
+        """Carry a transfer out, raise nothing, and `end` it."""
 
     @abstractmethod
     def _ask(self, session: str) -> tuple[str, ...]:
@@ -169,7 +169,7 @@ class Transfers(ABC):
             ask = self._ask if ask is None else ask
         transfer = Transfer(kind, session, descriptors if here else snapshot(descriptors), timeout, digest)
         if not len(descriptors):
-            transfer.over.set()
+            transfer.end()
             return transfer
         if ask is None:
             self._bars.refuse(transfer)  # at once; who asks may see that the memory is registered anew
@@ -185,9 +185,9 @@ class Transfers(ABC):
     def _conclude(self, transfer: Transfer, timeout: float | None = None) -> None:
         """Wait for a transfer, and raise what went wrong; give it up when the time is over."""
         _check_timeout(timeout)
-        if not transfer.over.is_set() and not transfer.over.wait(_seconds(transfer, timeout)):
+        if not transfer.wait(_seconds(transfer, timeout)):
             with transfer.lock:
-                given_up = not transfer.over.is_set()
+                given_up = not transfer.over
                 if given_up and not transfer.left:
                     transfer.left = True
                     transfer.bar = self._bars.add(transfer, "an attempt whose caller gave up waiting")
