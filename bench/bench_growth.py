@@ -46,7 +46,7 @@ def memory(seconds: float) -> list[Figure]:
         plan.build(requests)
         for name, sort in (("", False), (", sorted", True)):
             gc.collect()
-            arena._kept.clear()
+            arena.clear()
             tracemalloc.start()
             out = plan.build(requests, sort=sort)
             _, peak = tracemalloc.get_traced_memory()

@@ -6,58 +6,71 @@ behind it: a batch still in flight is never overwritten. When the last one is go
 """
 
 import threading
-from bisect import bisect_left, bisect_right
-from operator import attrgetter
+from bisect import bisect_left, insort
 from sys import getrefcount
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["MAX_NBYTES", "columns", "spare", "take"]
+__all__ = ["FEW", "MAX_ARRAYS", "MAX_NBYTES", "clear", "columns", "spare", "take"]
 
 UInt64 = npt.NDArray[np.uint64]
 Columns = tuple[UInt64, UInt64, UInt64]
 
+FEW = 4096
+"""Up to so many descriptors are few: they have memory of their own, so that none holds much more than it needs."""
+
 MAX_NBYTES = 64 << 20
 """What is kept for later, at most; what is more goes back to the system once nothing refers to it."""
 
-# Ascending in size; searched and counted without a Python loop, so that every build runs the same lines.
-_kept: list[UInt64] = []
+MAX_ARRAYS = 32
+"""How many are kept of either kind: they are looked through at every build."""
+
+_few: list[UInt64] = []  # ascending in size, as is the other
+_many: list[UInt64] = []
 _lock = threading.Lock()
 
-
-def _references(arrays: list[UInt64]) -> list[int]:
-    return list(map(getrefcount, arrays))
-
-
 _NOTHING = np.empty(0, np.uint64)
-_UNUSED = _references([np.empty(0, np.uint64)])[0]
+
+
+def _references(kept: list[UInt64], at: int) -> int:
+    return getrefcount(kept[at])
+
+
+_UNUSED = _references([np.empty(0, np.uint64)], 0)
 
 
 def take(size: int) -> UInt64:
     """Return memory for three columns of ``size`` items at least, with whatever it held before."""
+    kept = _few if size <= FEW else _many
     with _lock:
-        counts, enough = _references(_kept), bisect_left(_kept, 3 * size, key=len)
-        if _UNUSED in counts[enough:]:
-            array = _kept[counts.index(_UNUSED, enough)]
-        else:
-            array = np.empty(3 * size, np.uint64)
-            _kept.insert(enough, array)
-            while len(_kept) > 1 and sum(map(attrgetter("nbytes"), _kept)) > MAX_NBYTES:
-                _kept.pop(0)
+        for at in range(bisect_left(kept, 3 * size, key=len), len(kept)):
+            if _references(kept, at) == _UNUSED:
+                return kept[at]
+        array = np.empty(3 * size, np.uint64)
+        insort(kept, array, key=len)
+        while len(kept) > MAX_ARRAYS or (len(kept) > 1 and sum([one.nbytes for one in kept]) > MAX_NBYTES):
+            kept.pop(0)
         return array
 
 
-def spare(most: int) -> UInt64:
-    """Return the largest memory of up to ``most`` items a column that is there and unused; an empty array: none is."""
+def spare() -> UInt64:
+    """Return the largest memory for few that is there and unused; an empty array: none is."""
     with _lock:
-        stop = bisect_right(_kept, 3 * most, key=len)
-        counts = _references(_kept)[:stop]
-        counts.reverse()
-        return _kept[stop - 1 - counts.index(_UNUSED)] if _UNUSED in counts else _NOTHING
+        for at in range(len(_few) - 1, -1, -1):
+            if _references(_few, at) == _UNUSED:
+                return _few[at]
+        return _NOTHING
 
 
 def columns(array: UInt64, size: int) -> Columns:
     """Return the first ``size`` items of each third of an array."""
     third = len(array) // 3
     return array[:size], array[third : third + size], array[2 * third : 2 * third + size]
+
+
+def clear() -> None:
+    """Keep nothing of what was kept."""
+    with _lock:
+        _few.clear()
+        _many.clear()

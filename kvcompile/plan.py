@@ -22,9 +22,6 @@ from kvcompile.table import TABLE
 
 __all__ = ["Plan", "compile"]
 
-FEW = 4096
-"""Descriptors that are written in the call that counts them, where memory for so many is at hand."""
-
 Int64 = npt.NDArray[np.int64]
 
 
@@ -212,7 +209,8 @@ class Plan:
         if out is not None and (not isinstance(out, Descriptors) or out._memory is None):
             raise ValueError(f"out is {out!r}, expected an earlier result of build (not a batch of one)")
         batch_of = list(requests)
-        memory = arena.spare(FEW) if out is None or out._memory is None else out._memory
+        # A few descriptors are written in the call that counts them, where memory is at hand.
+        memory = arena.spare() if out is None or out._memory is None else out._memory
         given, ids, errors = gather(batch_of, self._sorted if sort else self._target, memory)
         if given.descriptors < 0:
             backend.measure(given, memory)

@@ -62,7 +62,7 @@ def batch(count: int, form: str) -> list[Request]:
 
 @pytest.mark.parametrize("form", ["scattered", "runs"])
 @pytest.mark.parametrize("split", [False, True])
-def test_lines_do_not_grow(form: str, split: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_do_not_grow(form: str, split: bool) -> None:
     """As many lines for 1 layer as for 128, for 16 blocks as for 16,384; whole blocks or one head of two.
 
     Where no memory is at hand: where it is, a small result takes one call of the kernel and a large one two.
@@ -74,7 +74,7 @@ def test_lines_do_not_grow(form: str, split: bool, monkeypatch: pytest.MonkeyPat
         for blocks in (16, 16_384):
             requests = batch(blocks, form)
             plan.build(requests)
-            monkeypatch.setattr(arena, "_kept", [])
+            arena.clear()
             counts[layers, blocks] = line_events(lambda plan=plan, requests=requests: plan.build(requests))
     assert len(set(counts.values())) == 1, counts
     assert 0 < counts[1, 16] < 200

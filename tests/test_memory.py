@@ -33,12 +33,13 @@ def place(built: Descriptors) -> int:
 
 
 @pytest.fixture(autouse=True)
-def nothing_kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Begin with no memory to use again."""
+def nothing_kept() -> Iterator[None]:
+    """Begin and end with no memory to use again."""
     gc.collect()
-    monkeypatch.setattr(arena, "_kept", [])
+    arena.clear()
     yield
     gc.collect()
+    arena.clear()
 
 
 def test_a_result_that_is_held_is_never_overwritten() -> None:
@@ -99,17 +100,29 @@ def test_larger_memory_serves_a_smaller_result() -> None:
     assert replay.triples(small) == expected(7, 3)
 
 
-def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arena, "MAX_NBYTES", 3 * 8 * 1000)
-    held = [PLAN.build(request(0, 400)) for _ in range(8)]
+@pytest.mark.parametrize("blocks", [400, 5000])
+def test_what_is_kept_is_bounded(blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arena, "MAX_NBYTES", 3 * 8 * 2 * blocks)
+    held = [PLAN.build(request(0, blocks)) for _ in range(8)]
     held.clear()
     gc.collect()
-    PLAN.build(request(0, 400))
-    assert 0 < sum(memory.nbytes for memory in arena._kept) <= 3 * 8 * 1000
+    PLAN.build(request(0, blocks))
+    assert 0 < sum(memory.nbytes for memory in (*arena._few, *arena._many)) <= 3 * 8 * 2 * blocks
+
+
+def test_thousands_of_results_in_flight() -> None:
+    """Memory for later is looked through at every build: of many that are held, few are kept, and none is lost."""
+    held = [PLAN.build(request(number % 5000, 1 + number % 7)) for number in range(3000)]
+    assert max(len(arena._few), len(arena._many)) <= arena.MAX_ARRAYS
+    for number, built in enumerate(held):
+        assert replay.triples(built) == expected(number % 5000, 1 + number % 7)
+    held.clear()
+    gc.collect()
+    assert place(PLAN.build(request(0, 7))) in {memory.ctypes.data for memory in arena._few}
 
 
 def test_a_result_holds_no_more_than_it_needs() -> None:
-    """Memory of its own size where none is at hand; else that of small ones before it, never of a large one."""
+    """Memory of its own size where none is at hand; else that of few before it, never of many."""
     held = [PLAN.build(request(0, blocks)) for blocks in (3, 500, 9000, 40)]
     assert [len(built._memory) for built in held] == [3 * blocks for blocks in (3, 500, 9000, 40)]  # type: ignore[arg-type]
     del held[1:3]
