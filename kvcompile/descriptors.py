@@ -96,17 +96,14 @@ class Descriptors:
         return self._batches(max_descriptors, max_nbytes)
 
     def _batches(self, max_descriptors: int | None, max_nbytes: int | None) -> Iterator["Descriptors"]:
-        if (max_descriptors is None or len(self) <= max_descriptors) and (
-            max_nbytes is None or self.nbytes <= max_nbytes
-        ):
-            if len(self):
-                yield self._rows(0, len(self), self.spans)
-            return
-        ends = np.cumsum(self.length, dtype=np.uint64) if max_nbytes is not None else None
+        ends: UInt64 | None = None  # where each ends in bytes, from the first batch on that those limit
         start = 0
         while start < len(self):
             stop = len(self) if max_descriptors is None else min(len(self), start + max_descriptors)
-            if ends is not None and max_nbytes is not None:
+            if max_nbytes is not None and (
+                ends is not None or int(self.length[start:stop].sum(dtype=np.uint64)) > max_nbytes
+            ):
+                ends = np.cumsum(self.length, dtype=np.uint64) if ends is None else ends
                 before = int(ends[start] - self.length[start])
                 most = min(before + max_nbytes, 2**64 - 1)
                 stop = min(stop, max(start + 1, int(np.searchsorted(ends, np.uint64(most), side="right"))))
