@@ -147,12 +147,12 @@ class Engine(Transfers):
 
     def _carry(self, transfer: Transfer, retries: int, ask: Ask | None) -> None:
         """Move batch after batch, and again what a failure left, until all is there or the caller has left."""
-        held: tuple[Engine, ...] = ()
+        held: list[Engine] = []
         try:
-            held = self._held(transfer.session)
-            for engine in held:  # `unregister` waits for the end
+            for engine in self._held(transfer.session):  # `unregister` waits for the end
                 with engine._lock:
                     engine._flights += 1
+                held.append(engine)
             turn = self._turns.get(transfer.session) or self._turns.setdefault(transfer.session, threading.Lock())
             with turn:
                 self._check(transfer.kind, transfer.session, transfer.descriptors)

@@ -185,7 +185,7 @@ class Transfers(ABC):
     def _conclude(self, transfer: Transfer, timeout: float | None = None) -> None:
         """Wait for a transfer, and raise what went wrong; give it up when the time is over."""
         _check_timeout(timeout)
-        if not transfer.wait(_seconds(transfer, timeout)):
+        if not transfer.over and not transfer.wait(_seconds(transfer, timeout)):
             with transfer.lock:
                 given_up = not transfer.over
                 if given_up and not transfer.left:
