@@ -1,12 +1,15 @@
-"""Batches made ready ahead: in order, the first at once, the next while one is under way, and none too many."""
+"""Batches made ready ahead: in order, the first at once, the next while one is under way; and no call too large."""
 
 import subprocess
 import sys
 import threading
 
+import numpy as np
 import pytest
 
+from kvcompile.engines import MooncakeEngine
 from kvcompile.engines.ahead import ahead
+from tests.peer import copies
 
 
 def test_order_and_ends() -> None:
@@ -67,3 +70,38 @@ def test_what_goes_wrong_reaches_the_caller() -> None:
     assert [next(batches), next(batches)] == [0, 1]
     with pytest.raises(ValueError, match="the third"):
         next(batches)
+
+
+class _Notes:
+    """Stands for an engine, and notes what each call is given."""
+
+    def __init__(self) -> None:
+        self.calls: list[list[int]] = []
+
+    def batch_transfer_sync_write(self, session: str, src: list[int], dst: list[int], length: list[int]) -> int:
+        assert len(src) == len(dst) == len(length)
+        self.calls.append(length)
+        return 0
+
+
+@pytest.mark.parametrize(
+    ("most", "most_nbytes", "calls"),
+    [
+        (10, 100, [10]),
+        (10, None, [10]),
+        (None, None, [10]),
+        (None, 100, [10]),
+        (9, 100, [9, 1]),
+        (5, 100, [5, 5]),
+        (10, 99, [9, 1]),
+        (100, 49, [4, 4, 2]),
+        (3, 40, [3, 3, 3, 1]),
+        (10, 5, [1] * 10),
+    ],
+)
+def test_no_call_goes_beyond_a_limit(most: int | None, most_nbytes: int | None, calls: list[int]) -> None:
+    """Whether all that there is makes one call, or does not by a descriptor or a byte."""
+    notes = _Notes()
+    engine = MooncakeEngine.wrap(notes, "127.0.0.1:1", max_descriptors=most, max_nbytes=most_nbytes)
+    engine.write("127.0.0.1:2", copies(np.arange(10), np.arange(10), 10))
+    assert [len(call) for call in notes.calls] == calls

@@ -123,6 +123,41 @@ def test_deadline_of_a_ticket() -> None:
         ticket.wait(-1)
 
 
+def test_a_wait_may_be_shorter_than_the_deadline() -> None:
+    engine = Slow()
+    ticket = engine.write_async("peer", five_requests(), 30)
+    started = time.monotonic()
+    with pytest.raises(TransferError, match=r"not over after 0\.1 s"):
+        ticket.wait(0.1)
+    assert time.monotonic() - started < 10
+    over(engine)
+
+
+def test_who_gave_up_may_wait_for_the_end() -> None:
+    """Past the deadline as well: what was under way is let through, and is there."""
+    engine = Slow()
+    ticket = engine.write_async("peer", five_requests(), 0.05)
+    with pytest.raises(TransferError, match="not over"):
+        ticket.wait()
+    threading.Timer(0.2, engine.go.release).start()
+    ticket.wait()
+    assert [moved[2] for moved in engine.moved] == [10]
+
+
+def test_many_threads_wait_for_one_ticket() -> None:
+    engine = Slow()
+    ticket = engine.write_async("peer", five_requests())
+    threads = [threading.Thread(target=ticket.wait, args=seconds) for seconds in ((), (20,), (), (20,))]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.1)
+    assert all(thread.is_alive() for thread in threads)
+    engine.go.release()
+    for thread in threads:
+        thread.join(10)
+    assert not any(thread.is_alive() for thread in threads)
+
+
 def test_descriptors_may_be_built_into_while_under_way() -> None:
     src, dst = rank(1 << 20), rank(1 << 30)
     plan = kvcompile.compile(src, dst)
@@ -212,6 +247,33 @@ def test_digest_comes_from_the_plan() -> None:
 def test_retries_must_make_sense(retries: object) -> None:
     with pytest.raises(ValueError, match="retries"):
         Slow().write("peer", five_requests(), retries=retries)  # type: ignore[arg-type]
+
+
+def test_a_neighbours_memory_is_held_as_well() -> None:
+    """Its owner cannot unregister it while something is copied there."""
+    moves, go = threading.Event(), threading.Event()
+
+    class Held(LocalEngine):
+        def _move(self, kind: str, session: str, batch: Descriptors) -> None:
+            moves.set()
+            assert go.wait(30)
+            super()._move(kind, session, batch)
+
+    a, b = Held(), LocalEngine()
+    src, dst = np.arange(4096).astype(np.uint8), np.full(4096, CANARY, np.uint8)
+    built = kvcompile.compile(a.register(whole(src)), b.register(whole(dst))).build([Request("all", [[0]], [[0]])])
+    ticket = a.write_async(b.session, built)
+    assert moves.wait(10)
+    thread = threading.Thread(target=b.unregister)
+    thread.start()
+    time.sleep(0.1)
+    assert thread.is_alive()
+    go.set()
+    thread.join(10)
+    assert not thread.is_alive()
+    ticket.wait(10)
+    np.testing.assert_array_equal(dst, src)
+    a.unregister()
 
 
 def test_local_engine_asks_its_neighbour() -> None:

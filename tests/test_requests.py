@@ -37,6 +37,18 @@ def test_several_groups_each_by_itself() -> None:
     assert found == ([(0, 2, 11), (2, 3, 12), (2, 4, 14)], [])
 
 
+def test_positions_far_out_in_blocks_of_several_sizes() -> None:
+    """What is too far in blocks of one group is not in the smaller ones of another."""
+    plan = kvcompile.compile(cache(A, Group(4), Group(64)), cache(B, Group(4), Group(64)))
+    near, far = (
+        plan.build([Request("r", [[1, 2], [3]], [[5, 9], [7]], first, first)]) for first in ([0, 0], [2**57, 2**53])
+    )
+    assert far.failed == near.failed == {}
+    assert replay.triples(far) == replay.triples(near) != []
+    beyond = plan.build([Request("r", [[1, 2], [3]], [[5, 9], [7]], [2**57, 2**54], [2**57, 2**54])])
+    assert beyond.failed["r"].group == 1
+
+
 def test_group_numbers_may_differ() -> None:
     """Layers pair by name: src group 1 is dst group 0, and lists are given in each side's own order."""
     field = Field.hnd("x", heads=1, tokens=4, cell_nbytes=8)
