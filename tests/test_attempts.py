@@ -147,7 +147,7 @@ def test_who_gave_up_may_wait_for_the_end() -> None:
 def test_many_threads_wait_for_one_ticket() -> None:
     engine = Slow()
     ticket = engine.write_async("peer", five_requests())
-    threads = [threading.Thread(target=ticket.wait, args=seconds) for seconds in ((), (20,), (), (20,))]
+    threads = [threading.Thread(target=ticket.wait, args=seconds, daemon=True) for seconds in ((), (20,), (), (20,))]
     for thread in threads:
         thread.start()
     time.sleep(0.1)
