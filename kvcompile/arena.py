@@ -21,7 +21,7 @@ FEW = 4096
 """Up to so many descriptors are few: they have memory of their own, so that none holds much more than it needs."""
 
 MAX_NBYTES = 64 << 20
-"""What is kept for later, at most; what is more goes back to the system once nothing refers to it."""
+"""What is kept of either kind, at most; what is more goes back to the system once nothing refers to it."""
 
 MAX_ARRAYS = 32
 """How many are kept of either kind: they are looked through at every build."""

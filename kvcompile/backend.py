@@ -78,7 +78,7 @@ class Target(msgspec.Struct, frozen=True):
 
 
 def target(program: Program, src_sizes: tuple[int, ...], dst_sizes: tuple[int, ...], sort: bool = False) -> Target:
-    """Make the target of a program between groups of such block sizes."""
+    """Make the target of a program between groups whose blocks hold so many tokens; ``sort`` as for `Plan.build`."""
     pieces = 0
     if sort:
         kind = program.lanes[:, item.LANE_KIND]

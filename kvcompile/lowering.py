@@ -315,18 +315,16 @@ def _fold_cluster(
 ) -> None:
     """Join and fold the pieces of a cluster, unless that was done for an equal one."""
     _, _, src, dst, _ = cluster[0]
-    key: tuple[tuple[int, ...], ...] = tuple(
-        [(walked.number, a.base - src.base, b.base - dst.base) for _, _, a, b, walked in cluster]
-    )
-    if bridge_padding:  # depends on what else lies around
-        key = (*key, (src.base, dst.base))
+    shifts = tuple([(walked.number, a.base - src.base, b.base - dst.base) for _, _, a, b, walked in cluster])
+    # Bridging depends on what else lies around.
+    key: tuple[tuple[int, ...], ...] = (*shifts, (src.base, dst.base)) if bridge_padding else shifts
     if key not in folded:
         if sum(len(pair.walked.pieces) for pair in cluster) > MAX_PIECES:
             raise LayoutError(
                 f"layer {src.region.layer!r:.80} and {len(cluster) - 1} more fields whose memory hangs together: over "
                 f"{MAX_PIECES} pieces in a period, expected fewer"
             )
-        pieces = [_shift(pair.walked.pieces, *shift) for pair, (_, *shift) in zip(cluster, key, strict=False)]
+        pieces = [_shift(pair.walked.pieces, *shift) for pair, (_, *shift) in zip(cluster, shifts, strict=True)]
         for owner, of_field in enumerate(pieces):
             of_field["owner"] = owner
         joined = pieces[0] if len(pieces) == 1 else join(np.concatenate(pieces))

@@ -195,8 +195,7 @@ class Plan:
         KVCompileError
             A device was asked for, and something that this needs is missing.
         """
-        if max_length is not None:
-            positive("max_length", max_length)
+        positive("max_length", max_length)
         if self._fault is not None:
             raise LayoutError(f"plan table, {self._fault}")
         if device is not None:
